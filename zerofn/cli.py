@@ -21,7 +21,8 @@ import torch
 
 from .checkpoint import CheckpointError, export, verify
 from .checkpoint.reports import checkpoints_at, described, differences
-from .comm.mesh import CONTEXT, DATA, EXPERT, TENSOR, Mesh
+from .comm.axes import KINDS, USUAL
+from .comm.mesh import Mesh
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN
 from .dry_run.script import DryRun, Reached
@@ -272,19 +273,16 @@ def _table(args: argparse.Namespace) -> Table:
         raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
     if not is_config and args.capacity is not None:
         raise ValueError("--capacity has no effect on a script, which says it to its own layers; leave it out.")
-    parts = args.sequence_parallel is not None
-    if parts and not is_config:
+    if args.sequence_parallel is not None and not is_config:
         raise ValueError("--sequence-parallel has no effect on a script, which has a plan of its own; leave it out.")
-    if parts and args.mesh != AUTO and (_sizes(args.mesh) or {}).get(TENSOR, 1) == 1:
-        raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
-        usual = None if is_config else make(Mesh.planned({DATA: ranks})).precision
+        usual = None if is_config else make(Mesh.planned({USUAL: ranks})).precision
         asked = Asked(**{"precision": usual or ALL, **given}, rows=args.rows)
 
         def step_on(mesh: Mesh) -> Step:
             # A configuration's model is the same on all meshes that agree along these axes: it is made once for each.
-            inner = {name: mesh.size(name) for name in (EXPERT, CONTEXT, TENSOR)}
+            inner = {name: mesh.size(name) for name, kind in KINDS.items() if kind.changes_model}
             return make(Mesh.planned(inner) if is_config else mesh).step
 
         return plan_meshes(step_on, ranks, args.machine, where, asked)
@@ -317,6 +315,8 @@ class Found(NamedTuple):
 
 def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
     """Return the step of a Hugging Face configuration on a mesh."""
+    if args.sequence_parallel is not None and args.mesh != AUTO and not mesh.partial:
+        raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
 
     def step(parts: bool, number: int | None = None) -> Step:
         rows = (args.rows or [1])[0]
@@ -326,7 +326,7 @@ def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
         layers = Layers(found.num_layers, found.odd, few) if found.num_layers else None
         return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers, written=found.written)
 
-    if args.sequence_parallel is not None or mesh.size(TENSOR) == 1:
+    if args.sequence_parallel is not None or not mesh.partial:
         return Found(step(bool(args.sequence_parallel)))
     with contextlib.suppress(ValueError):  # the model does not take it
         return Found(step(True)._replace(otherwise=lambda: step(False)))

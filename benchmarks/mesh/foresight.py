@@ -122,8 +122,8 @@ def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict
     import zerofn
     from benchmarks.common import measure
     from zerofn import tree
+    from zerofn.comm.axes import BETWEEN
     from zerofn.comm.lines import axes_along
-    from zerofn.comm.mesh import BETWEEN
     from zerofn.comm.pending import pending
     from zerofn.comm.transport import SentBytes
     from zerofn.util.process import the

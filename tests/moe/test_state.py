@@ -71,7 +71,7 @@ def held(sizes, stage):
     found = []
     for node in nodes:
         for unit, shard in zip(node.layout.units, node.shards, strict=True):
-            found.append((unit.is_cut("expert"), unit.size // shard.numel()))
+            found.append((unit.of_experts, unit.size // shard.numel()))
     return found
 
 

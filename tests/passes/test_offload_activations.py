@@ -17,7 +17,8 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
 from zerofn import optim, passes, tree
 from zerofn.comm import transport
-from zerofn.comm.mesh import DATA, Axis, Mesh
+from zerofn.comm.axes import DATA
+from zerofn.comm.mesh import Axis, Mesh
 from zerofn.cost import simulator
 from zerofn.cost.op_cost import DOWN, UP
 from zerofn.dry_run.fake_machine import FakeMachine

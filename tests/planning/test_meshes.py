@@ -14,13 +14,14 @@ import zerofn
 from benchmarks.mesh.float64_models import build as build_llama
 from tests.support.small_steps import WIDTH, batch_of, build, train_step_of, unit_of
 from zerofn import optim
+from zerofn.comm.axes import BETWEEN
 from zerofn.comm.lines import axes_along
-from zerofn.comm.mesh import BETWEEN, Mesh
+from zerofn.comm.mesh import Mesh
 from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.parallel import context, split_sequence, tensor
-from zerofn.planning.meshes import Shape, meshes
+from zerofn.planning.meshes import meshes
 from zerofn.planning.planner import plan_step
 from zerofn.planning.rows import Asked, Step, _usual_cuts
 from zerofn.util.process import the
@@ -418,8 +419,11 @@ def test_nodes_are_counted():
 
 
 def test_meshes_are_enumerated():
+    def shape(*sizes):
+        return dict(zip(("expert", "context", "tensor"), sizes, strict=True))
+
     def found(world, per_node, *shapes):
-        return [tuple(x.values()) for x in meshes(world, per_node, [Shape(*shape) for shape in shapes])]
+        return [tuple(x.values()) for x in meshes(world, per_node, [shape(*sizes) for sizes in shapes])]
 
     tensor = [(1, 1, n) for n in (1, 2, 4, 8)]
     assert found(8, 8, *tensor) == [(1, 8, 1, 1, 1), (1, 4, 1, 1, 2), (1, 2, 1, 1, 4), (1, 1, 1, 1, 8)]
@@ -428,7 +432,7 @@ def test_meshes_are_enumerated():
     ]  # fmt: skip
     assert found(12, 8, (1, 1, 1), (1, 1, 2)) == [(1, 12, 1, 1, 1), (1, 6, 1, 1, 2)]
     assert found(16, 8, (2, 2, 2), (16, 1, 1), (3, 1, 1)) == [(1, 2, 2, 2, 2), (1, 1, 16, 1, 1)]
-    for sizes in meshes(64, 8, [Shape(e, c, t) for e in (1, 2) for c in (1, 2, 4) for t in (1, 8)]):
+    for sizes in meshes(64, 8, [shape(e, c, t) for e in (1, 2) for c in (1, 2, 4) for t in (1, 8)]):
         assert list(sizes) == ["replicate", "data", "expert", "context", "tensor"]
         assert math.prod(sizes.values()) == 64
 

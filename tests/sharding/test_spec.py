@@ -13,7 +13,8 @@ import zerofn
 from tests.support.plain_sgd import trained_by_torch
 from tests.support.same import assert_same_trees
 from zerofn import optim
-from zerofn.comm.mesh import EXPERT, Axis, Mesh
+from zerofn.comm.axes import EXPERT
+from zerofn.comm.mesh import Axis, Mesh
 from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.graph.resident import resident
@@ -65,7 +66,7 @@ def test_shards_of_all_ranks_make_up_every_unit(sizes, hpz):
     found = {}
     for spec in specs(sizes, hpz=hpz):
         for unit in spec.layout.units:
-            place = spec.mesh.axis(EXPERT).rank if unit.is_cut(EXPERT) else 0
+            place = spec.mesh.axis(EXPERT).rank if unit.of_experts else 0
             found.setdefault((unit.name, place), []).append(spec.own_cut(unit))
     copies = 1 if hpz else sizes.get("replicate", 1)
     for cuts in found.values():

@@ -23,7 +23,7 @@ from .tensor_file import MALFORMED, Entry, TensorFile
 log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.Checkpoints"
-TENSOR = "zerofn/loader"  # what it is called in a file, where no leaf is
+IN_FILE = "zerofn/loader"  # what it is called in a file, where no leaf is
 
 
 class HasState(Protocol):

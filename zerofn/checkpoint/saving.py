@@ -262,7 +262,7 @@ def _replicas(parts: list[Part], *, slices: bool) -> Iterator[tuple[str, str]]:
 
 
 def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
-    used = {loader_state.TENSOR, *(p.name for p in _replicated(parts))}
+    used = {loader_state.IN_FILE, *(p.name for p in _replicated(parts))}
     for part in _trees(parts):
         yield from OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
 
@@ -336,7 +336,7 @@ def _prepare(
     entries = [entry for tree in trees if tree.writes(rank) for entry in tree.own.entries()]
     if rank == 0:
         entries += [Entry.of(p.name, p.tensor) for p in _replicated(parts)]
-    tensor = _unique(loader_state.TENSOR, {p.name for p in _replicated(parts)})
+    tensor = _unique(loader_state.IN_FILE, {p.name for p in _replicated(parts)})
     entries += loader_state.entries(loader[0], tensor, rank, loader[1])
     notes = along.notes | loader_state.noted(tensor, loader[1], file_of)
     leaves = tuple(SavedLeaf(leaves_of(p)[0], file_of(0), p.name) for p in _replicated(parts))

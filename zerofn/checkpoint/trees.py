@@ -1,7 +1,7 @@
 """Which rank writes which part of a `Sharded`, and what the manifest says of it.
 
 Ranks that have the same shard of the same slices are replicas: the first of them writes it. A slice that ranks with
-other slices have, too, is written by the first of those. Units of experts, which are in slices along "expert", and
+other slices have, too, is written by the first of those. Units of experts, which are in slices along `expert`, and
 others, which are in shards there, are written as two trees.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.mesh import EXPERT, Axis
+from ..comm.mesh import Axis
 from ..parallel.cuts import counts
 from ..sharding.sharded import Sharded
 from ..sharding.storage import Stored
@@ -68,7 +68,7 @@ class OwnTree:
         cuts = [leaf.cuts for unit in sharded.layout.units for leaf in unit.leaves]
         groups: dict[bool, list[int]] = {}
         for k, unit in enumerate(sharded.layout.units):
-            groups.setdefault(unit.is_cut(EXPERT), []).append(k)
+            groups.setdefault(unit.of_experts, []).append(k)
         for experts, members in sorted(groups.items()):
             axis, slices = spec.axis_of(sharded.layout.units[members[0]]), spec.slices_of(experts)
             pairs = [(leaf, each) for leaf, each in zip(leaves, cuts, strict=True) if leaf.unit in members]

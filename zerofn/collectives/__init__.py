@@ -10,10 +10,10 @@ transposes under another inner product; see `sharding`.
 All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is written
 to an argument.
 
-`axis` is the name of an axis, or an `Axis` (`mesh.axis("tensor")`). Without one, the ranks that take part are those
-that have other parts of the batch: those along "replicate", "data", "expert" and "context" together. Ranks along
-"tensor" have the same parts; what they compute is equal, or a slice. Names are those of the state's mesh in a step and
-in a loss function. Elsewhere they are those of the mesh that the process has made (all ranks along "data", if it has
+`axis` is the name of an axis, or an `Axis` (`mesh.axis(name)`). Without one, the ranks that take part are those
+that have other parts of the batch: those along `replicate`, `data`, `expert` and `context` together. Ranks along
+`tensor` have the same parts; what they compute is equal, or a slice. Names are those of the state's mesh in a step and
+in a loss function. Elsewhere they are those of the mesh that the process has made (all ranks along `data`, if it has
 made none); a process with several meshes, in which other ranks are meant, has to give an `Axis`.
 """
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
-from ..comm.mesh import TENSOR, Axis, Mesh
+from ..comm.axes import in_batch
+from ..comm.mesh import Axis, Mesh
 from ..comm.present import axis_of as _axis
 from ..comm.present import present
 from ..util.arguments import checked
@@ -115,14 +116,14 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. At one
     rank a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
     model, which `scatter` averages. For a mean, see `mean`. Transpose: itself. In `value_and_grad` it is right where
-    gradients are averaged, and along "tensor" where each rank goes on with the sum in its own way; elsewhere a captured
+    gradients are averaged, and along `tensor` where each rank goes on with the sum in its own way; elsewhere a captured
     step is refused. Raises `ValueError` for an axis that is not there.
 
     >>> all_reduce(torch.tensor(3.0), axis="data")
     tensor(3.)
     """
     where = _axis(axis)
-    between = x.requires_grad and where.size > 1 and where.name == TENSOR
+    between = x.requires_grad and where.size > 1 and not in_batch(where.name)
     return Linear.apply(AllReduce(where, between), x)[0]
 
 

@@ -12,13 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..comm.mesh import BETWEEN, TENSOR, Axis
+from ..comm.axes import kind_of
+from ..comm.mesh import Axis
 from .maps import Vary, heard_now
 
 
 def check_psum(x: Tensor, axis: Axis) -> None:
     """Raise `ValueError` in a loss function if a `psum` of `x` over this axis would make gradients too small."""
-    names = set(axis.name.split(BETWEEN)) - {TENSOR}
+    names = {name for name in axis.names if kind_of(name).batch}
     if heard_now() is None or not names or not _reaches_parameters(x, names):
         return
     raise ValueError(
@@ -38,7 +39,7 @@ def _reaches_parameters(x: Tensor, names: set[str]) -> bool:
             continue
         seen.add(node)
         op = getattr(node, "op", None)
-        if isinstance(op, Vary) and names <= set(op.axis.name.split(BETWEEN)):
+        if isinstance(op, Vary) and names <= set(op.axis.names):
             continue
         if not node.next_functions:
             return True

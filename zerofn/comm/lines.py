@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from .axes import BETWEEN
 from .failures import group_named
-from .mesh import BETWEEN, FAKE, Mesh
+from .mesh import FAKE, Mesh
 
 
 def axes_along(mesh: Mesh, group: str) -> tuple[str, ...]:

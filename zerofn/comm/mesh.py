@@ -19,19 +19,12 @@ from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.process import the
 from .arrivals import fresh, store_at
+from .axes import BETWEEN, KINDS, USUAL, AxisKind, kind_of
 from .failures import refuse_after_failure
 from .groups import Groups
 from .launch import launch_of
 from .meshes import Meshes
 
-DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
-NAMES = (REPLICATE, DATA, EXPERT, CONTEXT, TENSOR)
-ROWS = (REPLICATE, DATA, EXPERT)  # along these axes ranks have different rows of a batch
-BATCH = (*ROWS, CONTEXT)  # along these axes ranks have different parts of a batch
-BETWEEN = " x "  # in the name of an axis for several
-SLICES = (EXPERT, TENSOR)  # along these axes leaves are cut into slices
-SHARDS = (DATA, EXPERT, CONTEXT)  # along these axes units are cut into shards
-SHARDS_OF_EXPERTS = (DATA, CONTEXT)  # the same for units of experts, which are cut into slices along EXPERT
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
 
 
@@ -47,12 +40,22 @@ class Axis:
     def __repr__(self) -> str:
         return f"{self.name}={self.rank}/{self.size}"
 
+    @property
+    def kind(self) -> AxisKind:
+        """What this axis is, if it is none for several."""
+        return kind_of(self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes of several ranks that it goes over."""
+        return tuple(self.name.split(BETWEEN))
+
 
 @dataclass(frozen=True)
 class Mesh:
     """A grid of ranks, row-major: along the last axis the number of the rank grows fastest.
 
-    `Mesh.of(None)` is all ranks of the job along one axis, "data". `ranks`: the number in the job of the rank at each
+    `Mesh.of(None)` is all ranks of the job along one axis, `data`. `ranks`: the number in the job of the rank at each
     point of the grid; empty on a machine that is only planned for.
 
     >>> Mesh.of(None).axis("data").size
@@ -122,18 +125,19 @@ class Mesh:
             raise TypeError(f"mesh: expected None, a DeviceMesh or a zerofn.Mesh, got {type(mesh).__name__}.")
         join()
         if not dist.is_initialized():
-            return Mesh((Axis(DATA, 1),), (0,))
+            return Mesh((Axis(USUAL, 1),), (0,))
         world = dist.group.WORLD
         assert world is not None
         size = dist.get_world_size()
-        return Mesh((Axis(DATA, size, dist.get_rank(), world.group_name),), tuple(range(size)))
+        return Mesh((Axis(USUAL, size, dist.get_rank(), world.group_name),), tuple(range(size)))
 
     @cached_property
     def names_of_groups(self) -> dict[str, frozenset[str]]:
         """The name of each process group of this mesh -> its axes, also those of one rank that belong to it."""
         pairs: list[tuple[Axis, tuple[str, ...]]] = [(axis, (axis.name,)) for axis in self.axes]
-        for among in (BATCH, SHARDS, SHARDS_OF_EXPERTS, tuple(axis.name for axis in self.axes)):
-            pairs.append((self.over(among), self._names(among)))
+        pairs.append((self.all, tuple(axis.name for axis in self.axes)))
+        for what in ("batch", "shards", "shards_of_experts", "same_batch"):
+            pairs.append((self._over(what), self._having(what)))
         found: dict[str, frozenset[str]] = {}
         for axis, names in pairs:
             if axis.group and axis.size > 1:
@@ -143,11 +147,11 @@ class Mesh:
     @property
     def batch_names(self) -> tuple[str, ...]:
         """The axes along which ranks have different parts of the batch."""
-        return self._names(BATCH)
+        return self._having("batch")
 
     @checked()
-    def axis(self, name: str = DATA) -> Axis:
-        """Return the axis called `name`. The only axis of a mesh also answers to "data".
+    def axis(self, name: str = USUAL) -> Axis:
+        """Return the axis called `name`. The only axis of a mesh also answers to `data`.
 
         Raises `ValueError` for one that is not there.
         """
@@ -169,31 +173,41 @@ class Mesh:
     @cached_property
     def batch(self) -> Axis:
         """The ranks with different parts of the batch, along one axis."""
-        return self.over(BATCH)
+        return self._over("batch")
 
     @cached_property
     def rows(self) -> Axis:
         """The ranks with different rows of the batch, along one axis."""
-        return self.over(ROWS)
+        return self._over("rows")
+
+    @cached_property
+    def tokens(self) -> Axis:
+        """The ranks with different tokens of the same rows, along one axis."""
+        return self._over("tokens")
+
+    @cached_property
+    def same_batch(self) -> Axis:
+        """The ranks that share the work on the same part of the batch, along one axis."""
+        return self._over("same_batch")
 
     @cached_property
     def shards(self) -> Axis:
         """The ranks that a unit is cut over, along one axis; of a unit of experts, see `shards_of_experts`."""
-        return self.over(SHARDS)
+        return self._over("shards")
 
     @cached_property
     def shards_of_experts(self) -> Axis:
         """The ranks that a unit of experts is cut over, along one axis: all that have the same experts."""
-        return self.over(SHARDS_OF_EXPERTS)
+        return self._over("shards_of_experts")
 
     @cached_property
     def shards_by_row(self) -> tuple[int, ...]:
         """For each rank along `shards_of_experts`: the number along `shards` of the one with this rank's place along
-        "expert".
+        `expert`.
         """
-        found = [axis for axis in self.axes if axis.name in self._names(SHARDS)]
+        found = [axis for axis in self.axes if axis.kind.shards]
         out = []
-        for place in itertools.product(*([a.rank] if a.name == EXPERT else range(a.size) for a in found)):
+        for place in itertools.product(*([a.rank] if a.kind.experts else range(a.size) for a in found)):
             k = 0
             for axis, x in zip(found, place, strict=True):
                 k = k * axis.size + x
@@ -202,13 +216,18 @@ class Mesh:
 
     @cached_property
     def replicas(self) -> Axis:
-        """The ranks along "replicate"."""
-        return self.over((REPLICATE,))
+        """The ranks along `replicate`."""
+        return self._over("replicas")
 
     @cached_property
     def slices(self) -> tuple[Axis, ...]:
         """The axes of several ranks with slices of the same leaves."""
-        return tuple(axis for axis in self.axes if axis.name in SLICES and axis.size > 1)
+        return self._several("slices")
+
+    @cached_property
+    def partial(self) -> tuple[Axis, ...]:
+        """The axes of several ranks that compute parts of one value with their slices."""
+        return self._several("partial")
 
     @cached_property
     def all(self) -> Axis:
@@ -226,7 +245,7 @@ class Mesh:
         if len(found) == 1:
             return found[0]
         if not found:
-            return among[0] if among else Axis(DATA, 1)
+            return among[0] if among else Axis(USUAL, 1)
         name, size = BETWEEN.join(axis.name for axis in found), math.prod(axis.size for axis in found)
         rank = 0
         for axis in found:
@@ -250,11 +269,23 @@ class Mesh:
         return self._line({name})
 
     def _names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return those of `names` that are here. The only axis of a mesh is "data" whatever else it is called."""
+        """Return those of `names` that are here. The only axis of a mesh is `data` whatever else it is called."""
         wanted = set(names)
-        if len(self.axes) == 1 and self.axes[0].name not in NAMES and DATA in wanted:
+        if len(self.axes) == 1 and self.axes[0].name not in KINDS and USUAL in wanted:
             wanted.add(self.axes[0].name)
         return tuple(axis.name for axis in self.axes if axis.name in wanted)
+
+    def _having(self, what: str) -> tuple[str, ...]:
+        """Return the names of the axes with a property of `AxisKind`."""
+        return tuple(axis.name for axis in self.axes if getattr(axis.kind, what))
+
+    def _over(self, what: str) -> Axis:
+        """Return one axis for all with a property, see `over`."""
+        return self.over(self._having(what))
+
+    def _several(self, what: str) -> tuple[Axis, ...]:
+        """Return the axes of several ranks with a property."""
+        return tuple(axis for axis in self.axes if axis.size > 1 and getattr(axis.kind, what))
 
     def _line(self, names: set[str]) -> tuple[int, ...]:
         """Return the ranks that differ from this one along some axes only."""
@@ -274,10 +305,10 @@ def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") 
     Raises `TypeError` for an unknown axis, and `ValueError` unless the product is `num_ranks`.
     """
     for name, size in sizes.items():
-        if name not in NAMES:
-            near = nearest(name, NAMES, 1)
+        if name not in KINDS:
+            near = nearest(name, KINDS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"{what}: there is no axis {name!r}: axes are {', '.join(NAMES)}{hint}")
+            raise TypeError(f"{what}: there is no axis {name!r}: axes are {', '.join(KINDS)}{hint}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ValueError(f"{what}: {name}={size!r} is no size; give a number of ranks, or -1 for what is left.")
     if not sizes:
@@ -317,12 +348,12 @@ def _with_group(mesh: Mesh, axis: Axis) -> Axis:
 
 
 def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
-    names = mesh.mesh_dim_names or (DATA,)
-    odd = [name for name in names if name not in NAMES]
+    names = mesh.mesh_dim_names or (USUAL,)
+    odd = [name for name in names if name not in KINDS]
     if odd and len(names) > 1:
         raise TypeError(
             f"mesh: axes {', '.join(map(repr, odd))} of the DeviceMesh say nothing to ZeroFn, whose axes are "
-            f"{', '.join(NAMES)}; name them so: init_device_mesh(..., mesh_dim_names=...), or zerofn.Mesh.make(...)."
+            f"{', '.join(KINDS)}; name them so: init_device_mesh(..., mesh_dim_names=...), or zerofn.Mesh.make(...)."
         )
     grid, groups = mesh.mesh, mesh.get_all_groups()
     sizes, place = tuple(grid.shape), mesh.get_coordinate()

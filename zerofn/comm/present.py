@@ -96,7 +96,7 @@ def rank(among: str = "") -> int:
     """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
 
     `among`: "" for the rank in the job; "rows" for the number among ranks with rows of their own, which those along
-    "context" and "tensor" share, so that they read the same; or the name of an axis. These are of the state's mesh in a
+    `context` and `tensor` share, so that they read the same; or the name of an axis. These are of the state's mesh in a
     step, and of the process's mesh outside. Raises `ValueError` if the axis is not there, or the process has several
     meshes in which they differ.
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from ..comm.axes import BETWEEN
 from ..comm.lines import axes_along, crosses
-from ..comm.mesh import BETWEEN, Mesh
+from ..comm.mesh import Mesh
 from ..graph.node_kinds import argument, arguments, traits
 from ..ops.registry import Lane
 from .machine import Machine, hops

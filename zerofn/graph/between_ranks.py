@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from .. import tree
-from ..comm.mesh import BATCH
+from ..comm.axes import KINDS
 from ..ops.registry import OnShard
 from ..sharding.held_alike import Held, held_alike
 from ..sharding.sharded import is_sharded
@@ -164,11 +164,11 @@ class _Differences:
 
     def _reduced(self, node: Node) -> frozenset[str]:
         """Return the axes along which a node makes a value equal, or, if it waits for a transfer, those that the next
-        one may: shards of gradients are summed along "replicate" after those along "data".
+        one may: shards of gradients are summed along `replicate` after those along `data`.
         """
         mesh, known = self._program.mesh, traits(node)
         if node.target is ops.wait.default:
-            return frozenset(BATCH)
+            return frozenset(name for name, kind in KINDS.items() if kind.batch)
         return axes_of_transfer(mesh, node) if mesh and (known.equal or known.collective == "scatter") else frozenset()
 
     def _replicated(self) -> Iterator[str]:

@@ -101,7 +101,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
 
 
 def _has_slices(leaf: Any) -> bool:
-    """Whether ranks hold slices of parameters, which `Mesh` axes such as "tensor" cut."""
+    """Whether ranks hold slices of parameters, which `Mesh` axes such as `tensor` cut."""
     return is_sharded(leaf) and any(x.cuts for x in leaf.spec.layout.leaves)
 
 

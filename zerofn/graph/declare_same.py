@@ -9,16 +9,15 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..collectives.maps import ops
-from ..comm.mesh import BATCH, SLICES, Axis
+from ..comm.mesh import Axis
 from ..ops.same import WORDS
 from .edit import behind
 from .program import Program, owners, tensor_of
 
 
 def share_batch(program: Program) -> None:
-    """Let the step check that ranks with slices of the same layers have the same batch."""
-    mesh = program.mesh
-    axis = None if mesh is None else mesh.over(name for name in SLICES if name not in BATCH)
+    """Let the step check that ranks which share the work on a batch have the same one."""
+    axis = None if program.mesh is None else program.mesh.same_batch
     if axis is None or axis.size == 1:
         return
     pairs = zip(program.batch_placeholders, owners(program.batch.nodes), program.batch.names, strict=True)

@@ -1,9 +1,9 @@
 """What a step computes of a rank's own rows, as numbers: ranks have other rows, and compute the same of them.
 
 The numbers are made as those of `expressions`, with this difference: the batches of all ranks count as one, and which
-rows a rank takes of it (indices, bounds, shifts, the keys of its noise) does not count. Along "expert" whole numbers
-and constants do not count, either: they may be sizes and slices. Along "context" a rank's attention has a graph of its
-own, and along "tensor" ranks have the same rows: `expressions` has what they must compute alike.
+rows a rank takes of it (indices, bounds, shifts, the keys of its noise) does not count. Where ranks have slices, as
+along `expert`, whole numbers and constants do not count, either: they may be sizes. Along `context` a rank's attention
+has a graph of its own, and along `tensor` ranks have the same rows: `expressions` has what they must compute alike.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from ..comm.mesh import EXPERT, ROWS
+from ..comm.axes import kind_of
 from .alias import roots, sources, writes
 from .expressions import Numbers, number
 from .nested import Call, call_of
@@ -46,7 +46,7 @@ def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRow
     `nodes`: what each node is, from `written`.
     """
     mesh = program.mesh
-    axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.name in ROWS] if mesh is not None else []
+    axes = [axis.name for axis in mesh.axes if axis.size > 1 and axis.kind.rows] if mesh is not None else []
     if not axes:
         return {}
     reads = _Reads(program, nodes)
@@ -57,7 +57,7 @@ def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRow
     found: dict[str, OfRows] = {}
     texts: dict[bool, dict[Node, str]] = {}  # by whether sizes count
     for axis in axes:
-        sizes = axis != EXPERT
+        sizes = not kind_of(axis).slices
         if sizes not in texts:
             texts[sizes] = {node: _text(node, x, sizes) for node, x in nodes.items()}
         numbers: dict[Node, int] = {}

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from ..comm.mesh import BATCH, BETWEEN, EXPERT, TENSOR, Mesh
+from ..comm.axes import BETWEEN, kind_of
+from ..comm.mesh import Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
 from .nested import Call, call_of
@@ -28,7 +29,6 @@ Origins = frozenset[tuple["Cause", str]]
 _NONE: Origins = frozenset()
 _NO_AXES: frozenset[str] = frozenset()
 _WORDS = {"fold_in_rank": "random key", "exchange": "place in all_to_all", "reduce_scatter": "part of a reduce_scatter"}
-OF_SLICES = {EXPERT: "experts", TENSOR: "slices of layers"}
 
 
 class SliceOf(NamedTuple):
@@ -38,8 +38,8 @@ class SliceOf(NamedTuple):
     of: str
 
     def __str__(self) -> str:
-        named = self.of and self.axis == TENSOR
-        return f"slice of {self.of}" if named else OF_SLICES.get(self.axis, "use of what it was told to vary")
+        kind = kind_of(self.axis)
+        return f"slice of {self.of}" if self.of and kind.partial else kind.slices or "use of what it was told to vary"
 
 
 Cause = Node | str | SliceOf
@@ -75,11 +75,11 @@ def axes_of_transfer(mesh: Mesh, node: Node) -> frozenset[str]:
     """Return the axes of the mesh that a transfer or a mark goes over: none for a group of another mesh."""
     group = argument(node, "group") if traits(node).collective else None
     if group is None:
-        named = frozenset(str(argument(node, "axis")).split(BETWEEN))
+        named = frozenset(filter(None, str(argument(node, "axis")).split(BETWEEN)))
         # Axes of one rank have no transfers: what is equal along one is marked by the name of any of them.
-        alone = frozenset(x.name for x in mesh.axes if x.size == 1 and x.name in BATCH)
-        return named | alone if named & frozenset(BATCH) else named
-    alone = frozenset(x.name for x in mesh.axes if x.size == 1 and x.name not in BATCH)
+        of_batch = any(kind_of(name).batch for name in named)
+        return named.union(x.name for x in mesh.axes if of_batch and x.size == 1 and x.kind.batch)
+    alone = frozenset(x.name for x in mesh.axes if x.size == 1 and x.kind.same_batch)
     return mesh.names_of_groups.get(group, _NO_AXES) - alone
 
 

@@ -1,7 +1,8 @@
 """Refuse a step in which what ranks compute with slices of layers meets what is whole, before its sum.
 
-`value_and_grad` and the layers that a plan cuts write down what must hold along "tensor", by `zerofn::expect`: the loss
-is the same on all ranks, and so are gradients of whole leaves; what is summed is a rank's own.
+`value_and_grad` and the layers that a plan cuts write down what must hold along such an axis (`tensor`), by
+`zerofn::expect`: the loss is the same on all ranks, and so are gradients of whole leaves; what is summed is a rank's
+own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from ..collectives.maps import OWN_OF
-from ..comm.mesh import TENSOR
+from ..comm.mesh import Axis
 from ..parallel.plan import key_of
 from ..parallel.varied import BETWEEN_SLICES
 from ..sharding.gather_scatter import GRADIENT_OF
@@ -29,45 +30,48 @@ def unsummed(program: Program, own: OwnValues) -> str:
     """Return a sentence for the first value that meets what is whole before its sum, or is summed though all ranks
     have it whole; "" if there is none.
     """
-    if program.mesh is None or program.mesh.size(TENSOR) == 1:
-        return ""
-    expected = list(_expected(program, own))
+    axes = program.mesh.partial if program.mesh is not None else ()
+    return next(filter(None, (_unsummed_along(program, own, axis) for axis in axes)), "")
+
+
+def _unsummed_along(program: Program, own: OwnValues, axis: Axis) -> str:
+    expected = list(_expected(program, own, axis.name))
     causes = frozenset[str]().union(*(x for what, x in expected if what == "loss"))
     if causes:
-        return _used_alike(causes) or _loss(causes, _picks_labels(program, own))
+        return _used_alike(causes) or _loss(causes, _picks_labels(program, own, axis.name), axis.name)
     for what, found in expected:
         if what.startswith(OWN_OF) and not found:
             name = what.removeprefix(OWN_OF)
             return _used_alike(frozenset([name])) or (
-                f"{name}: the plan's word for it sums over {TENSOR!r} what all ranks have whole, so that the sum is "
-                f"{program.mesh.size(TENSOR)} times as large. Leave it out of the plan; such a word is for a module "
+                f"{name}: the plan's word for it sums over {axis.name!r} what all ranks have whole, so that the sum is "
+                f"{axis.size} times as large. Leave it out of the plan; such a word is for a module "
                 "beside layers that are cut, of which ranks compute parts."
             )
     partial = {what.removeprefix(GRADIENT_OF): x for what, x in expected if what.startswith(GRADIENT_OF) and x}
-    return (_used_alike(frozenset().union(*partial.values())) or _gradients(partial)) if partial else ""
+    return (_used_alike(frozenset().union(*partial.values())) or _gradients(partial, axis.name)) if partial else ""
 
 
-def _expected(program: Program, own: OwnValues) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield what is expected of a value along "tensor", and the slices that it depends on without a sum."""
+def _expected(program: Program, own: OwnValues, axis: str) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield what is expected of a value along an axis, and the slices that it depends on without a sum."""
     for gm in graphs_of(program.gm):
         for node in gm.graph.nodes:
-            if node.target is ops.expect.default and argument(node, "axis") == TENSOR:
-                yield argument(node, "what"), _slices(own, node)
+            if node.target is ops.expect.default and argument(node, "axis") == axis:
+                yield argument(node, "what"), _slices(own, node, axis)
 
 
-def _slices(own: OwnValues, node: Node) -> frozenset[str]:
-    origins = frozenset(cause for each in own.read.get(node, {}).values() for cause, axis in each if axis == TENSOR)
-    found = frozenset(cause.of for cause in origins if isinstance(cause, SliceOf) and cause.axis == TENSOR)
+def _slices(own: OwnValues, node: Node, axis: str) -> frozenset[str]:
+    origins = frozenset(cause for each in own.read.get(node, {}).values() for cause, name in each if name == axis)
+    found = frozenset(cause.of for cause in origins if isinstance(cause, SliceOf) and cause.axis == axis)
     return found - {""} or found
 
 
-def _picks_labels(program: Program, own: OwnValues) -> bool:
+def _picks_labels(program: Program, own: OwnValues, axis: str) -> bool:
     """Return whether a slice of logits meets labels: an entry of the vocabulary is looked for in this rank's part."""
     nodes = (node for gm in graphs_of(program.gm) for node in gm.graph.nodes)
-    return any(str(node.target).startswith("aten.nll_loss") and _slices(own, node) for node in nodes)
+    return any(str(node.target).startswith("aten.nll_loss") and _slices(own, node, axis) for node in nodes)
 
 
-def _loss(causes: frozenset[str], picks_labels: bool) -> str:
+def _loss(causes: frozenset[str], picks_labels: bool, axis: str) -> str:
     names = some(sorted(causes - {""}))
     what = f"this rank's slices of {names}" if names else "this rank's slices of layers"
     if picks_labels:
@@ -78,10 +82,10 @@ def _loss(causes: frozenset[str], picks_labels: bool) -> str:
     else:
         advice = (
             "Behind a layer that leaves parts ('colwise'), let the next linear layer be 'rowwise', which leaves a sum, "
-            "or write 'colwise_gather_output'. In code of your own, zerofn.collectives.psum(x, 'tensor') is the sum of "
-            "what ranks computed with their slices."
+            f"or write 'colwise_gather_output'. In code of your own, zerofn.collectives.psum(x, {axis!r}) is the sum "
+            "of what ranks computed with their slices."
         )
-    return f"the loss differs along {TENSOR!r}: it depends on {what}, and no sum stands between. {advice}"
+    return f"the loss differs along {axis!r}: it depends on {what}, and no sum stands between. {advice}"
 
 
 def _used_alike(causes: frozenset[str]) -> str:
@@ -96,7 +100,7 @@ def _used_alike(causes: frozenset[str]) -> str:
     )
 
 
-def _gradients(partial: dict[str, frozenset[str]]) -> str:
+def _gradients(partial: dict[str, frozenset[str]], axis: str) -> str:
     name, causes = next(iter(partial.items()))
     met = some(sorted(x for x in causes if x))
     others = f" (and that of {some([x for x in partial if x != name])})" if len(partial) > 1 else ""
@@ -105,10 +109,10 @@ def _gradients(partial: dict[str, frozenset[str]]) -> str:
     advice = (
         f"Write {word}'replicated_with_grad_allreduce' into the plan, which sums it"
         if word
-        else "Before a rank goes on with x in its own way, write x = zerofn.collectives.vary(x, 'tensor'), as layers "
+        else f"Before a rank goes on with x in its own way, write x = zerofn.collectives.vary(x, {axis!r}), as layers "
         "that are 'colwise' do; for a module that stands between layers that are cut, 'replicated_with_grad_allreduce'"
     )
     return (
-        f"the gradient of {name!r}{others} differs along {TENSOR!r}: the parameter is whole, and is used beside this "
+        f"the gradient of {name!r}{others} differs along {axis!r}: the parameter is whole, and is used beside this "
         f"rank's slices{f' of {met}' if met else ''}, so that each rank has the part that its slices give. {advice}."
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import FakeTensor, OpOverload
-from ..comm.mesh import TENSOR
+from ..comm.axes import kind_of
 from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
@@ -135,11 +135,12 @@ def _check_replicated(program: Program, own: OwnValues) -> None:
     outputs: Any = program.output.args[0]
     entries = zip(program.owners, program.state.names, outputs[: program.num_new], strict=False)
     for (spec, _), name, value in entries if program.new_state is not None else ():
-        if spec is None and any(axis == TENSOR for _, axis in own.results.get(value, ())):
+        along = (axis for _, axis in own.results.get(value, ()) if spec is None and kind_of(axis).partial)
+        if (axis := min(along, default=None)) is not None:
             raise CaptureError(
                 f"state entry {name!r} is replicated, but its new value is computed with this rank's slices of layers, "
-                f"or parts of tokens, so that it differs along {TENSOR!r}. Sum it first with "
-                f"zerofn.collectives.psum(x, {TENSOR!r}), or keep it out of the state."
+                f"or parts of tokens, so that it differs along {axis!r}. Sum it first with "
+                f"zerofn.collectives.psum(x, {axis!r}), or keep it out of the state."
             )
 
 
@@ -163,10 +164,11 @@ def _is_number(entry: Node) -> bool:
 
 def _own_value(node: Node, origins: set[Cause], names: dict[Node, str]) -> str:
     what = " and ".join(sorted({names.get(x, "batch") if isinstance(x, Node) else str(x) for x in origins}))
+    partial = min((x.axis for x in origins if isinstance(x, SliceOf) and kind_of(x.axis).partial), default=None)
     advice = (
-        "zerofn.collectives.psum(x, 'tensor') is the sum of what ranks computed with their slices; a layer that is cut "
-        "without a word of what becomes of its output leaves a part of it, or a part of a sum."
-        if any(isinstance(x, SliceOf) and x.axis == TENSOR for x in origins)
+        f"zerofn.collectives.psum(x, {partial!r}) is the sum of what ranks computed with their slices; a layer that is "
+        "cut without a word of what becomes of its output leaves a part of it, or a part of a sum."
+        if partial is not None
         else "zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss return (sum, weight). If it is "
         "equal on all ranks, write zerofn.same(x)."
     )

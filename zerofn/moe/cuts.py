@@ -9,7 +9,8 @@ import torch  # noqa: F401  (for the example)
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import EXPERT, Mesh
+from ..comm.axes import EXPERT
+from ..comm.mesh import Mesh
 from ..parallel.cuts import Cut, equal
 from ..util.arguments import checked
 

@@ -104,7 +104,7 @@ def own(experts: Any, axis: str | Axis) -> Any:
 
     -> the tree with views [E / size, ...]. A gradient is zero for the experts of others, so that the mean over ranks,
     which `value_and_grad` takes, is that of the global batch; a loss (sum, weight) needs the same weight on all ranks
-    then. On a mesh with an axis "expert", `cuts` does without the whole ones. Raises `ValueError` for experts that
+    then. On a mesh with an axis `expert`, `cuts` does without the whole ones. Raises `ValueError` for experts that
     ranks cannot share, and for an axis that is not there.
 
     >>> own({"w": torch.ones(4, 2)}, "data")["w"].shape

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import all_gather, reduce_scatter
-from ..comm.mesh import EXPERT, Axis, Mesh
+from ..comm.axes import EXPERT
+from ..comm.mesh import Axis, Mesh
 from ..parallel.cut_experts import CutExperts
 from ..parallel.cuts import Cut, equal
 from ..parallel.plan import WORDS as TENSOR_WORDS

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ..collectives import permute
 from ..collectives.maps import Exchange, Linear
-from ..comm.mesh import CONTEXT, Axis
+from ..comm.axes import CONTEXT
+from ..comm.mesh import Axis
 from ..comm.present import axis_of, works_by_rank
 from ..memory.remat import remat
 from ..util.arguments import checked

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..comm.mesh import CONTEXT, Axis
+from ..comm.mesh import Axis
 from ..util.process import the
 from .local_ranks import mesh_of, on_ranks, without_modes
 from .sequence import part_of_row, split_sequence
@@ -75,23 +75,23 @@ def note_attention() -> None:
         counted.append(None)
 
 
-def check_context(model: Any, size: int, method: str, cut: Callable[[nn.Module, Axis, Ways], None]) -> Ways:
+def check_context(model: Any, axis: Axis, method: str, cut: Callable[[nn.Module, Axis, Ways], None]) -> Ways:
     """Return the ways of a model with which its parts are the whole.
 
     `cut`: lets a model compute with a rank's part. Raises `ValueError` if there are none. Of a model without a small
     twin nothing is known, and the log says so.
     """
-    parts = few_ranks(size)
+    parts = few_ranks(axis.size)
     key = type(model), model.config.to_json_string(use_diff=False), parts, method
     known = the(_Known).ways
     if key not in known:
-        known[key] = _Check(model, parts, cut).ways()
+        known[key] = _Check(model, axis.name, parts, cut).ways()
     return known[key]
 
 
 class _Check:
-    def __init__(self, model: Any, parts: int, cut: Callable[[nn.Module, Axis, Ways], None]) -> None:
-        self._model, self._parts, self._cut = model, parts, cut
+    def __init__(self, model: Any, axis: str, parts: int, cut: Callable[[nn.Module, Axis, Ways], None]) -> None:
+        self._model, self._axis, self._parts, self._cut = model, axis, parts, cut
         self._name = type(model).__name__
 
     @without_modes()
@@ -169,10 +169,10 @@ class _Check:
 
     def _on(self, size: int, ways: Ways) -> Callable[[], list[_Found]]:
         """Return what runs the twin on ranks; raise what cutting it raises."""
-        meshes = [mesh_of(CONTEXT, size, rank) for rank in range(size)]
+        meshes = [mesh_of(self._axis, size, rank) for rank in range(size)]
         models = [copy.deepcopy(self._twin) for _ in meshes]
         for model, mesh in zip(models, meshes, strict=True):
-            self._cut(model, mesh.axis(CONTEXT), ways)
+            self._cut(model, mesh.axis(self._axis), ways)
 
         def run(rank: int) -> _Found:
             batch = split_sequence({"input_ids": self._ids}, meshes[rank])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.maps import rows_over
-from ..comm.mesh import TENSOR, Axis, Mesh
+from ..comm.mesh import Axis, Mesh
 from ..util.process import the
 from .cuts import Cut, sliced
 from .heads import Attributes
@@ -39,9 +39,9 @@ class _Right:
 
 
 def check_plan(
-    model: Any, size: int, plan: Mapping[str, Any], attributes: Attributes | None, cut: Callable[..., dict[str, Cut]]
+    model: Any, axis: Axis, plan: Mapping[str, Any], attributes: Attributes | None, cut: Callable[..., dict[str, Cut]]
 ) -> None:
-    """Raise `ValueError` if a model is another one when `size` ranks compute it as a plan says, without an error.
+    """Raise `ValueError` if a model is another one when an axis of ranks computes it as a plan says, without an error.
 
     `cut`: `tensor`, which lets a model compute with a rank's slices. Of a model without a small twin nothing is known,
     and the log says so.
@@ -49,10 +49,10 @@ def check_plan(
     name = type(model).__name__
     try:
         text = model.config.to_json_string(use_diff=False) if hasattr(model, "config") else ""
-        key = None if attributes else (type(model), text, few_ranks(size), repr(sorted(plan.items(), key=str)))
+        key = None if attributes else (type(model), text, few_ranks(axis.size), repr(sorted(plan.items(), key=str)))
         if key in the(_Right).plans:
             return
-        wrong = _wrong(model, few_ranks(size), plan, partial(cut, plan=plan, attributes=attributes))
+        wrong = _wrong(model, axis.name, few_ranks(axis.size), plan, partial(cut, plan=plan, attributes=attributes))
     except Exception as error:  # what raises in a small twin raises in the model, too, or is the twin's fault
         log.log(
             logging.WARNING if hasattr(model, "config") else logging.INFO,
@@ -69,20 +69,22 @@ def check_plan(
 
 
 @without_modes()
-def _wrong(model: Any, parts: int, plan: Mapping[str, Any], cut: Callable[[nn.Module, Mesh], Mapping[str, Cut]]) -> str:
+def _wrong(
+    model: Any, axis: str, parts: int, plan: Mapping[str, Any], cut: Callable[[nn.Module, Mesh], Mapping[str, Cut]]
+) -> str:
     """Return what is wrong with a cut model, or nothing."""
     twin = small_twin(model, parts, partial(_entries_of, plan))
     inputs = inputs_of(twin, 8 * parts)
     (whole,) = on_ranks(1, lambda _: _run(copy.deepcopy(twin), inputs))
     if not all(x.isfinite().all() for x in whole.outs):
         raise NoTwin("its outputs are no finite numbers")
-    meshes = [mesh_of(TENSOR, parts, rank) for rank in range(parts)]
+    meshes = [mesh_of(axis, parts, rank) for rank in range(parts)]
     models = [copy.deepcopy(twin) for _ in meshes]
     cuts = [cut(one, mesh) for one, mesh in zip(models, meshes, strict=True)]
     for copied, own, mesh in zip(models, cuts, meshes, strict=True):
         for name, x in copied.named_parameters():
             x.data = _slice(x.data, name, own, mesh)
-    found = on_ranks(parts, lambda rank: _run(models[rank], inputs, whole.outs, meshes[rank].axis(TENSOR)))
+    found = on_ranks(parts, lambda rank: _run(models[rank], inputs, whole.outs, meshes[rank].axis(axis)))
     off = max(_off(x, [one.outs[k] for one in found]) for k, x in enumerate(whole.outs))
     if not off <= LIMIT:
         return (

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.maps import AllGather, Linear, Same
-from ..comm.mesh import CONTEXT, TENSOR, Axis, Mesh
+from ..comm.axes import CONTEXT, TENSOR
+from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
 from .attention import METHODS, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
@@ -59,7 +60,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     if axis.size > 1:
         _check(model, name, config, axis, mesh.size(TENSOR), method)
         _register()
-        ways = check_context(model, axis.size, method, functools.partial(_cut, method))
+        ways = check_context(model, axis, method, functools.partial(_cut, method))
     _cut(method, model, axis, ways)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ..collectives.maps import Linear, Psum, rows_over
-from ..comm.mesh import TENSOR, Axis
+from ..comm.axes import TENSOR
+from ..comm.mesh import Axis
 from ..comm.present import axis_of
 from ..util.arguments import checked
 from .cuts import equal

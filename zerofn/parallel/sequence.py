@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..comm.mesh import CONTEXT, Mesh
+from ..comm.mesh import Mesh
 from ..util.arguments import checked
 
 _SPREAD = 0x9E3779B97F4A7C1, 0x94D049BB133111E  # so that places which are near get numbers which are not
@@ -16,7 +16,7 @@ IGNORED = -100  # the label of a token that counts for no loss
 
 @checked()
 def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = True) -> dict[str, Tensor]:
-    """Cut the sequences of a batch for the ranks of the mesh's axis "context".
+    """Cut the sequences of a batch for the ranks of the mesh's axis `context`.
 
     `batch`: `input_ids` [B, S], and whatever else has the shape [B, S], such as `labels` and `token_type_ids`: the same
     rows on all ranks of the axis. S is a multiple of 2 * size: a rank gets chunk number r and chunk number
@@ -43,11 +43,12 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
     if "input_ids" not in batch:
         raise ValueError(f"split_sequence: the batch has no 'input_ids', only {', '.join(map(repr, batch))}.")
     ids = batch["input_ids"]
-    size, num = ids.shape[-1], mesh.size(CONTEXT)
+    along = mesh.tokens
+    size, num = ids.shape[-1], along.size
     if size % (2 * num):
-        longer = size + -size % (2 * num)
+        longer, ranks = size + -size % (2 * num), f"{num} ranks of {along.name!r}" if num > 1 else "1 rank"
         raise ValueError(
-            f"split_sequence: {num} ranks of {CONTEXT!r} cannot share sequences of {size} tokens: pad them to {longer},"
+            f"split_sequence: {ranks} cannot share sequences of {size} tokens: pad them to {longer},"
             f" with labels {IGNORED}, or cut them."
         )
     _refuse_padding(batch, ids)
@@ -63,8 +64,7 @@ def split_sequence(batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = Tru
             parts["labels"] = shifted(parts["labels"])
             parts["shift_labels"] = parts["labels"]
         more["items_per_row"] = (parts["labels"] != IGNORED).sum(-1)
-    rank = mesh.axis(CONTEXT).rank if num > 1 else 0
-    return {k: part_of_row(x, rank, num) for k, x in parts.items()} | more
+    return {k: part_of_row(x, along.rank, num) for k, x in parts.items()} | more
 
 
 def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.maps import Concat, Linear, Psum, Take, VaryLast
-from ..comm.mesh import TENSOR, Axis, Mesh
+from ..comm.axes import TENSOR
+from ..comm.mesh import Axis, Mesh
 from ..random.mode import draw_by_place
 from ..util.arguments import checked
 from .check_plan import check_plan
@@ -85,7 +86,7 @@ def tensor(
         check_numbers(name, model.get_submodule(name), attributes or {}, layers)
     change_numbers(model, attributes or {}, axis.size)
     if (attributes or dict(plan) != dict(own)) and axis.group != LOCAL:
-        check_plan(model, axis.size, plan, attributes, tensor)
+        check_plan(model, axis, plan, attributes, tensor)
     return made.cuts
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..comm.mesh import CONTEXT, DATA, EXPERT, REPLICATE, TENSOR, Mesh
+from ..comm.axes import CONTEXT, EXPERT, KINDS, REPLICATE, TENSOR, USUAL
+from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from .row import Row
 from .rows import ALL, Asked, Step, halves, listed
-from .search import STAGES, Search
+from .search import STAGES, Search, Sizes
 
 AUTO = "auto"
 
@@ -20,14 +22,6 @@ class Found(NamedTuple):
     rows: list[Row]
     left_out: list[str]
     name: str
-
-
-class Shape(NamedTuple):
-    """Sizes of the axes for which a model is changed: along the others, all ranks compute with the same."""
-
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
 
 
 def rows_of_meshes(
@@ -41,24 +35,24 @@ def rows_of_meshes(
     search = Search(step_on, machine, machine_argument)
     per_node = machine.ranks
 
-    def plan(shapes: Iterable[Shape], asked: Asked = narrowed) -> None:
+    def plan(shapes: Iterable[Sizes], asked: Asked = narrowed) -> None:
         search.plan(list(meshes(world, per_node, shapes)), asked)
 
     within, beyond = _tensor_sizes(world, per_node)
-    plan(Shape(tensor=n) for n in within)
+    plan({TENSOR: n} for n in within)
     experts = _plan_experts(plan, search, world, within, told)
     for expert in experts:
         _plan_context(plan, search, expert, min(world, per_node), within, told)
     search.settle()
     if beyond and not search.fits:
-        plan(Shape(expert, tensor=n) for expert in experts for n in beyond)
+        plan({EXPERT: expert, TENSOR: n} for expert in experts for n in beyond)
     elif beyond:
         told.append(f"{several(TENSOR, beyond)}: more ranks than a node has devices, and others fit.")
     search.settle()
     if asked.offload == ALL and not search.fits:
         stages = [stage for stage in listed(narrowed.stage) if stage == 3]
         tiers = ["cpu"] * (machine.device != "cpu") + ["nvme"] * (machine.disk > 0)
-        shapes = [Shape(expert, tensor=n) for expert in experts for n in within]
+        shapes = [{EXPERT: expert, TENSOR: n} for expert in experts for n in within]
         plan(shapes, narrowed._replace(stage=stages, offload=tiers))
         search.settle()
     elif asked.offload == ALL:
@@ -71,17 +65,17 @@ def rows_of_meshes(
 
 
 def _plan_experts(
-    plan: Callable[[Iterable[Shape]], None], search: Search, world: int, within: Sequence[int], told: list[str]
+    plan: Callable[[Iterable[Sizes]], None], search: Search, world: int, within: Sequence[int], told: list[str]
 ) -> list[int]:
     """Plan shapes with an expert axis, and return the sizes of it with which other axes are tried."""
     sizes = [n for n in range(2, world + 1) if world % n == 0]
     if not sizes:
         return [1]
-    plan(Shape(n) for n in sizes)
+    plan({EXPERT: n} for n in sizes)
     found = search.promising(EXPERT)
     several_ranks = [n for n in found if n > 1]
     if several_ranks and len(within) > 1:
-        plan(Shape(expert, tensor=n) for expert in several_ranks for n in within[1:])
+        plan({EXPERT: expert, TENSOR: n} for expert in several_ranks for n in within[1:])
         told.append(
             f"tensor beside other sizes of expert: it was tried with {several(EXPERT, several_ranks)}, the fastest "
             "that fits without it, or would with half of what it needs."
@@ -90,7 +84,7 @@ def _plan_experts(
 
 
 def _plan_context(
-    plan: Callable[[Iterable[Shape]], None],
+    plan: Callable[[Iterable[Sizes]], None],
     search: Search,
     expert: int,
     node: int,
@@ -101,9 +95,9 @@ def _plan_context(
 
     Where they do, ranks with parts of a row would gather and send as much for fewer tokens, and exchange heads besides.
     """
-    sizes, within = within[1:], [n for n in within if search.takes(Shape(expert, tensor=n))]
+    sizes, within = within[1:], [n for n in within if search.takes({EXPERT: expert, TENSOR: n})]
     tight = [n for n in within if not search.fits_as_it_is({EXPERT: expert, TENSOR: n})]
-    plan(Shape(expert, c, n) for n in tight for c in sizes if node % (c * n) == 0)
+    plan({EXPERT: expert, CONTEXT: c, TENSOR: n} for n in tight for c in sizes if node % (c * n) == 0)
     if sizes and len(tight) < len(within):
         beside = [several(EXPERT, [expert])] if expert > 1 else []
         beside += [several(TENSOR, [n for n in within if n not in tight])] if tight else []
@@ -111,24 +105,19 @@ def _plan_context(
         told.append(f"{several(CONTEXT, sizes)}{there}: whole sequences fit, and parts of them send more for a token.")
 
 
-def meshes(world: int, per_node: int, shapes: Iterable[Shape]) -> Iterator[dict[str, int]]:
+def meshes(world: int, per_node: int, shapes: Iterable[Sizes]) -> Iterator[dict[str, int]]:
     """Yield the meshes of `world` ranks, on nodes of `per_node`, with such sizes of the axes that change a model.
 
     Units are cut over all ranks, or over those of one node with replicas on every node. Axes have the order of the
-    mesh: along the last one, which sends most, ranks are neighbours. A new axis is one more field of `Shape`.
+    mesh: along the last one, which sends most, ranks are neighbours.
     """
     for shape in shapes:
-        inner = shape.expert * shape.context * shape.tensor
+        inner = math.prod(shape.values())
         if world % inner:
             continue
         for replicate in (1, *_nodes(world, per_node, inner)):
-            yield {
-                REPLICATE: replicate,
-                DATA: world // inner // replicate,
-                EXPERT: shape.expert,
-                CONTEXT: shape.context,
-                TENSOR: shape.tensor,
-            }
+            given = {**shape, REPLICATE: replicate, USUAL: world // inner // replicate}
+            yield {name: given.get(name, 1) for name in KINDS}
 
 
 def _nodes(world: int, per_node: int, inner: int) -> tuple[int, ...]:
@@ -145,7 +134,7 @@ def _tensor_sizes(world: int, per_node: int) -> tuple[list[int], list[int]]:
 
 
 def _between(world: int, per_node: int) -> list[int]:
-    """Return the sizes of the axis "replicate" that `meshes` leaves out."""
+    """Return the sizes of the axis `replicate` that `meshes` leaves out."""
     sizes = [n for n in range(2, world + 1) if world % n == 0]
     return [n for n in sizes if not (world > per_node and world % per_node == 0 and n == world // per_node)]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..comm.mesh import DATA, Mesh
+from ..comm.axes import USUAL
+from ..comm.mesh import Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.script import NUM_RANKS
 from ..memory.turns import outside_steps
@@ -17,7 +18,7 @@ from .meshes import AUTO, rows_of_meshes
 from .rows import ALL, Asked, Cuts, Initial, RowPlanner, Step
 from .table import Table
 
-CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
+CUDA_CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
 
 
 @checked("train_step", "unit", "hpz")
@@ -52,8 +53,8 @@ def plan(
     memory. `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it is left to
     CUDA.
 
-    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along "data". `hpz`: as for `shard`. A model
-    that is cut over "tensor" is made for a mesh that need not exist, and its cuts are given, too:
+    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`. `hpz`: as for `shard`. A model
+    that is cut over `tensor` is made for a mesh that need not exist, and its cuts are given, too:
 
         mesh = zerofn.Mesh.planned({"data": 4, "tensor": 2})
         model = zerofn.skeleton(build)
@@ -62,7 +63,7 @@ def plan(
 
     `mesh="auto"` plans on all meshes that may be the fastest one; `table.left_out` says which are not, and why. Each
     needs a model of its own, so `train_step` is then a function of a mesh that returns (train step, cuts or None), and
-    for a mesh with an axis "context" (train step, cuts or None, batch), with a rank's part of the sequences of `batch`.
+    for a mesh with an axis `context` (train step, cuts or None, batch), with a rank's part of the sequences of `batch`.
     What is not asked for explicitly is narrowed: half precision, stages 1 and 3, and offloading only where nothing
     fits without.
 
@@ -115,7 +116,7 @@ def cluster(
     Raises `ValueError` for an unknown machine, and for a number of ranks that is none or that it does not have.
     """
     where = machine_of(machine)
-    usable = where.memory - (CONTEXT if where.device == "cuda" else 0)
+    usable = where.memory - (CUDA_CONTEXT if where.device == "cuda" else 0)
     where = replace(where, memory=usable if memory is None else num_bytes(memory))
     if world is not None and (isinstance(world, bool) or not isinstance(world, int) or world < 1):
         raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
@@ -131,7 +132,7 @@ def grid_of(ranks: int, mesh: Mesh | Mapping[str, int] | None, given: bool) -> M
     Raises `ValueError` for a mesh of another number of ranks.
     """
     if mesh is None:
-        return Mesh.planned({DATA: ranks})
+        return Mesh.planned({USUAL: ranks})
     if not isinstance(mesh, Mesh):
         return Mesh.planned(mesh, ranks if given or -1 in mesh.values() else None)
     if given and ranks != mesh.num_ranks:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..comm.mesh import CONTEXT, DATA
+from ..comm.axes import USUAL, kind_of
 from ..cost.machine import Machine
 from ..graph.liveness import KINDS
 from ..util.sizes import in_words, time_in_words
@@ -34,12 +34,12 @@ class Config(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """Return the mesh as the arguments of `Mesh.make`."""
-        return dict(self.mesh) or {DATA: 1}
+        return dict(self.mesh) or {USUAL: 1}
 
     @property
     def on_axes(self) -> bool:
-        """Return whether the mesh has other axes than "data"."""
-        return self.sizes.keys() != {DATA}
+        """Return whether the mesh has other axes than the usual one."""
+        return self.sizes.keys() != {USUAL}
 
     @property
     def grid(self) -> str:
@@ -73,11 +73,10 @@ class Config(NamedTuple):
         given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
         if self.on_axes:
             mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
-            named = self.cuts or CONTEXT in self.sizes
+            prepare = "".join(kind_of(name).prepare for name in self.sizes)
+            named = self.cuts or prepare
             given.append(f"mesh={'mesh' if named else mesh}" + (f", cuts={self.cuts}" if self.cuts else ""))
-            first = f"mesh = {mesh}; " if named else ""
-            if CONTEXT in self.sizes:
-                first += "zerofn.parallel.context(model, mesh); batch = zerofn.parallel.split_sequence(batch, mesh); "
+            first = f"mesh = {mesh}; {prepare}" if named else ""
         options = ", ".join(given)
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat

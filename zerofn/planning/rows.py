@@ -12,7 +12,8 @@ from torch import Tensor
 
 from .. import passes, tree
 from .._torch_compat import storage_key
-from ..comm.mesh import EXPERT, TENSOR, Mesh
+from ..comm.axes import KINDS
+from ..comm.mesh import Mesh
 from ..comm.present import as_rank, unlike_work
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
@@ -47,9 +48,6 @@ class Layers(NamedTuple):
     number: int
     odd: int
     step: Callable[[int], Step]
-
-
-USUAL_CUTS = {TENSOR: "zerofn.parallel.tensor(model, mesh)", EXPERT: "zerofn.moe.experts(model, mesh)"}  # as code
 
 
 class Step(NamedTuple):
@@ -110,7 +108,8 @@ class Initial:
 
 def _usual_cuts(mesh: Mesh) -> str:
     """Return code that makes cuts on a mesh."""
-    return " | ".join(code for axis, code in USUAL_CUTS.items() if mesh.size(axis) > 1) or USUAL_CUTS[TENSOR]
+    known = [kind for kind in reversed(KINDS.values()) if kind.cuts]  # the innermost axis first
+    return " | ".join(kind.cuts for kind in known if mesh.size(kind.name) > 1) or known[0].cuts
 
 
 def listed(x: Any) -> list[Any]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ..comm.mesh import BETWEEN, CONTEXT, EXPERT, SLICES, TENSOR, Mesh
+from ..comm.axes import BETWEEN, KINDS, AxisKind
+from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from ..graph.capture import CaptureError
 from .depths import UNSURE, Estimator, depths_of, is_deep
 from .row import Config, Row
-from .rows import ALL, USUAL_CUTS, Asked, Initial, RowPlanner, Step
+from .rows import ALL, Asked, Initial, RowPlanner, Step
 
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
-_INNER = (EXPERT, CONTEXT, TENSOR)  # axes for which a model is changed
-_CUT_BY = {**USUAL_CUTS, EXPERT: f"{USUAL_CUTS[EXPERT]}, and a model of your own by zerofn.moe.cuts(params, mesh)"}
+Sizes = Mapping[str, int]  # of axes for which a model is changed; 1 where nothing is said
 
 
 def _alone(planner: RowPlanner, config: Config) -> list[Row]:
@@ -29,6 +29,16 @@ def _with_hpz(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
             yield config._replace(hpz=True)
 
 
+def _shape(sizes: Sizes) -> Sizes:
+    """Return the sizes of the axes of several ranks for which a model is changed, in the order of the mesh."""
+    return {name: sizes[name] for name, kind in KINDS.items() if kind.changes_model and sizes.get(name, 1) > 1}
+
+
+def _cut_by(kind: AxisKind) -> str:
+    """Return what makes the cuts over an axis, for advice."""
+    return f"{kind.cuts}, and a model of your own by {kind.own_cuts}" if kind.own_cuts else kind.cuts
+
+
 class Search:
     """Plans meshes one by one. `step_on`: the step for a mesh."""
 
@@ -37,7 +47,7 @@ class Search:
         self.name = "step"
         self._step_on, self._machine, self._written = step_on, machine, machine_argument
         self._initials = Initial()
-        self._why: dict[tuple[int, ...], str] = {}  # sizes of the inner axes -> why they are left out
+        self._why: list[tuple[Sizes, str]] = []  # shapes that are left out, and why
         self._in_full: dict[Config, Callable[[Config], list[Row]]] = {}  # what plans estimated rows
         self._depths: dict[tuple[int, int, int], None] = {}
         self._length = 0.0  # of a whole sequence
@@ -51,10 +61,8 @@ class Search:
     def left_out(self) -> list[str]:
         """A sentence for each reason."""
         found: dict[tuple[str, str], list[str]] = {}
-        for shape, why in self._why.items():
-            axes = [(name, size) for name, size in zip(_INNER, shape, strict=True) if size > 1]
-            name, size = BETWEEN.join(x for x, _ in axes), BETWEEN.join(str(n) for _, n in axes)
-            found.setdefault((name, why), []).append(size)
+        for shape, why in self._why:
+            found.setdefault((BETWEEN.join(shape), why), []).append(BETWEEN.join(map(str, shape.values())))
         told = [f"{name} {', '.join(sizes)}: {why}" for (name, why), sizes in found.items()]
         return told + [
             f"~ is an estimate, from plans of {few} and of {more} of the {number} layers: a row without is planned in "
@@ -66,13 +74,13 @@ class Search:
         """Return all rows, the fastest that fit first."""
         return sorted(self.rows, key=lambda row: (not row.fits, -row.speed, row.needs.device))
 
-    def takes(self, shape: tuple[int, ...]) -> bool:
+    def takes(self, sizes: Sizes) -> bool:
         """Return whether the model has not refused such sizes of the axes for which it is changed."""
-        return shape not in self._why
+        return all(_shape(sizes) != refused for refused, _ in self._why)
 
-    def fits_as_it_is(self, sizes: Mapping[str, int]) -> bool:
+    def fits_as_it_is(self, sizes: Sizes) -> bool:
         """Return whether something fits without recomputation on meshes with such sizes, and whole sequences."""
-        wanted = {CONTEXT: 1, **sizes}
+        wanted = {**{name: 1 for name, kind in KINDS.items() if kind.tokens}, **sizes}
         return any(
             row.fits and row.config.remat is None and all(row.config.sizes.get(k, 1) == n for k, n in wanted.items())
             for row in self.rows
@@ -92,16 +100,15 @@ class Search:
     def plan(self, several: Sequence[dict[str, int]], asked: Asked) -> None:
         """Add the rows of some meshes. Raises what the step raises on a mesh without inner axes."""
         for sizes in several:
-            shape = tuple(sizes[name] for name in _INNER)
-            if shape in self._why:
+            if not self.takes(sizes):
                 continue
             try:
                 mesh = Mesh.planned(sizes)
                 self.rows += self._step_on(mesh).planned_by(functools.partial(self._rows, mesh=mesh, asked=asked))
             except (ValueError, CaptureError) as error:
-                if max(shape) == 1:
+                if not (shape := _shape(sizes)):
                     raise
-                self._why[shape] = str(error)
+                self._why.append((shape, str(error)))
 
     def settle(self) -> None:
         """Plan in full what is estimated to fit and to be faster than all that is planned; or, if nothing fits, the
@@ -163,10 +170,10 @@ class Search:
         """Raise `ValueError` where a step is not made for a mesh."""
         cuts = (step.cuts or {}).values()
         along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
-        for name in SLICES:
-            if mesh.size(name) > 1 and name not in along:
-                raise ValueError(f"no leaf is cut over it; a model is, by cuts={_CUT_BY[name]}.")
-        parts = mesh.size(CONTEXT)
+        for axis in mesh.slices:
+            if axis.name not in along:
+                raise ValueError(f"no leaf is cut over it; a model is, by cuts={_cut_by(axis.kind)}.")
+        parts = mesh.tokens.size
         if parts == 1:
             self._length = length
         elif length * parts != self._length:

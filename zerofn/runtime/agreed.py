@@ -20,7 +20,7 @@ from ..comm.agreement import agree_among, exchange, exchange_on
 from ..comm.agreement import fingerprint as _short
 from ..comm.failures import backend_on, group_named
 from ..comm.meetings import meetings
-from ..comm.mesh import DATA, REPLICATE, Axis, Mesh
+from ..comm.mesh import Axis, Mesh
 from ..graph.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
@@ -37,7 +37,7 @@ _RANKS_TOLD = 4  # whose sentences an error has, at most
 
 def only_sums(mesh: Mesh | None) -> bool:
     """Whether ranks have rows of their own and nothing else, so that sizes of their batches may differ."""
-    return mesh is None or all(axis.size == 1 or axis.name in (REPLICATE, DATA) for axis in mesh.axes)
+    return mesh is None or all(axis.size == 1 or axis.kind.only_rows for axis in mesh.axes)
 
 
 def agreed_inputs(program: Program, options: Options) -> str:
@@ -136,7 +136,7 @@ def _inputs(program: Program, *, shards: bool) -> dict[str, str]:
     """Return the shapes and dtypes of the state, with or without its shards, and of the batch.
 
     A number in the batch may differ from rank to rank, unless it meets the state: see `refuse_differences`. So may
-    sizes, where ranks only sum gradients, as along "data".
+    sizes, where ranks only sum gradients, as along `data`.
     """
     cut = {
         f"state.{name}"

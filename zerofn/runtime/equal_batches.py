@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.agreement import exchange
-from ..comm.mesh import BATCH, CONTEXT, Mesh
+from ..comm.mesh import Mesh
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 
@@ -40,7 +40,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         rows, place, found, with_numbers = text.split()
         before, known = first.setdefault(place, (rank, with_numbers))
         if known != with_numbers:
-            shared = " and ".join(repr(axis.name) for axis in mesh.slices if axis.name not in BATCH)
+            shared = " and ".join(map(repr, mesh.same_batch.names))
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
                 f"{shared} ranks need the same rows: take those number mesh.rows.rank of mesh.rows.size."
@@ -48,8 +48,8 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         before, part = of_rows.setdefault((rows, found), (rank, place))
         if part != place:
             raise RuntimeError(
-                f"{name}: ranks {before} and {rank} share the sequences of their rows, along {CONTEXT!r}, and have the "
-                "same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
+                f"{name}: ranks {before} and {rank} share the sequences of their rows, along {mesh.tokens.name!r}, and "
+                "have the same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
             )
     if mesh.batch.size > 1 and len({found for _, found in of_rows}) == 1 and mesh.all.rank == 0:
         log.warning(

@@ -27,7 +27,7 @@ def abstract(state: Any) -> Any:
         state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks
 
     Every `Sharded` keeps its stage, precision, units, storage and tiers. What is replicated (step counts, loss scales)
-    keeps its values. In another process it is cut over the ranks that are there along "data", also if it was on another
+    keeps its values. In another process it is cut over the ranks that are there along `data`, also if it was on another
     mesh, and makes their process group if a launcher started them; leaves are whole there. A state that a step has used
     up will do. Nothing is sent or allocated.
 

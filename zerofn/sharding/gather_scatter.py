@@ -19,7 +19,8 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
-from ..comm.mesh import EXPERT, TENSOR, Axis, Mesh
+from ..comm.axes import kind_of
+from ..comm.mesh import Axis, Mesh
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from ..parallel.cuts import assembled
 from ..util.arguments import checked
@@ -149,11 +150,15 @@ def _marked(x: Tensor, leaf: Leaf, mark: Callable[..., Tensor], *of: str) -> Ten
 
 
 def expected(gradient: Tensor | None, leaf: Leaf, mesh: Mesh) -> Tensor | None:
-    """Return a leaf's gradient, of which a captured step is to hold that ranks along "tensor" have the same."""
-    whole = not any(cut.axis == TENSOR for cut in leaf.cuts)
-    if gradient is None or mesh.size(TENSOR) == 1 or not whole or current_trace() is None:
+    """Return a leaf's gradient, of which a captured step is to hold that ranks which have the leaf whole, and compute
+    parts with slices of others, have the same.
+    """
+    if gradient is None or current_trace() is None:
         return gradient
-    return ops.expect(gradient, TENSOR, GRADIENT_OF + leaf.name)
+    for axis in mesh.partial:
+        if not any(cut.axis == axis.name for cut in leaf.cuts):
+            gradient = ops.expect(gradient, axis.name, GRADIENT_OF + leaf.name)
+    return gradient
 
 
 def gather_leaves(
@@ -180,8 +185,8 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
     `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or
     an `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
     leaf, a key path above leaves, or a predicate of leaf names; the other leaves are None, and of units without such
-    a leaf nothing is gathered. It is for looking at leaves: where ranks have slices of one (along "tensor", or
-    "expert"), the result is the whole leaf, as `unshard` returns it, and not differentiable. Without `only` it is this
+    a leaf nothing is gathered. It is for looking at leaves: where ranks have slices of one (along `tensor`, or
+    `expert`), the result is the whole leaf, as `unshard` returns it, and not differentiable. Without `only` it is this
     rank's slice, with which layers that are cut compute.
 
     Each leaf is on the shards' device, in the precision's compute dtype (the stored dtype without a precision), the
@@ -263,9 +268,10 @@ def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sh
     {'w': tensor([0., 1., 2.])}
     """
     like.spec.check_axis(axis, "scatter")
-    if any(unit.is_cut(EXPERT) for unit in like.layout.units):  # the ranks that have them are fewer than it divides by
+    of_experts = (cut.axis for leaf in like.layout.leaves for cut in leaf.cuts if kind_of(cut.axis).experts)
+    if (found := next(of_experts, None)) is not None:  # the ranks that have them are fewer than it divides by
         raise NotImplementedError(
-            f"scatter: ranks have slices along {EXPERT!r} of some leaves, whose mean it does not know yet; take "
+            f"scatter: ranks have slices along {found!r} of some leaves, whose mean it does not know yet; take "
             "gradients with zerofn.value_and_grad, or through zerofn.gather."
         )
     leaves, treedef = tree.flatten(values)

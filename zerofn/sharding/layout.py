@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import EXPERT
+from ..comm.axes import USUAL, kind_of
 from ..parallel.cuts import Cut
 from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest
@@ -96,6 +96,11 @@ class Leaf:
         return math.prod(self.shape)
 
     @property
+    def of_experts(self) -> bool:
+        """Whether it is a slice of experts."""
+        return cut_by_experts(self.cuts)
+
+    @property
     def stop(self) -> int:
         """Offset of the first element after the leaf."""
         return self.offset + self.numel
@@ -119,9 +124,10 @@ class Unit:
         """Elements that belong to leaves."""
         return sum(leaf.numel for leaf in self.leaves)
 
-    def is_cut(self, axis: str) -> bool:
-        """Return whether it consists of slices along an axis."""
-        return any(cut.axis == axis for leaf in self.leaves for cut in leaf.cuts)
+    @property
+    def of_experts(self) -> bool:
+        """Whether it consists of slices of experts, and is cut into shards over the ranks that have the same ones."""
+        return any(leaf.of_experts for leaf in self.leaves)
 
     def intervals(self, start: int, stop: int) -> Iterator[tuple[Leaf, int, int]]:
         """Yield (leaf, a, b): the parts of leaves in [start, stop), as offsets from `start`."""
@@ -245,7 +251,7 @@ def make_layout(
     params: Any,
     num_shards: int,
     *,
-    axis: str = "data",
+    axis: str = USUAL,
     of_experts: int | None = None,
     replicas: int = 1,
     unit: Callable[[str], str] | None = None,
@@ -262,7 +268,7 @@ def make_layout(
     A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
     unit name) replaces these rules. There is one buffer per (unit, dtype, trainable), and one of its own for slices
-    along "expert", which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards` like the others.
+    along `expert`, which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards` like the others.
     Within it, leaves are ordered by (label, path), so that each label of an optimizer is one run of elements. `dtype`
     replaces the leaves' floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's
     slice, and the cuts.
@@ -278,7 +284,7 @@ def make_layout(
     for i in order:
         kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
         learns = is_learned(tree.name_of(paths[i]), values[i], trainable)
-        apart = any(cut.axis == EXPERT for cut in slices[i][1])
+        apart = cut_by_experts(slices[i][1])
         buffers.setdefault(_Kind(groups[i], kind, learns, apart), []).append(i)
     names = _buffer_names(buffers)
     units = []
@@ -296,6 +302,11 @@ def make_layout(
             )
         )
     return Layout(tuple(units), treedef, axis)
+
+
+def cut_by_experts(cuts: Iterable[Cut]) -> bool:
+    """Return whether slices of a leaf are those of experts."""
+    return any(kind_of(cut.axis).experts for cut in cuts)
 
 
 class _Kind(NamedTuple):

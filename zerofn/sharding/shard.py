@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import tree
 from .._torch_compat import current_trace
 from ..comm.agreement import agree_on
-from ..comm.mesh import DATA, NAMES, Axis, Mesh
+from ..comm.axes import USUAL
+from ..comm.mesh import Axis, Mesh
 from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
@@ -88,11 +89,11 @@ def shard(
     "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
 
     `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
-    "data". Units are cut over "data", and every rank of "replicate" has the same shards, so that gathers stay among the
-    ranks of "data" (hybrid sharding). `hpz`: cut each shard once more over "replicate", the optimizer's state with it,
+    `data`. Units are cut over `data`, and every rank of `replicate` has the same shards, so that gathers stay among the
+    ranks of `data` (hybrid sharding). `hpz`: cut each shard once more over `replicate`, the optimizer's state with it,
     and hold the uncut shard of the parameters as a copy in the compute dtype: gathers still stay among the ranks of
-    "data", the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
-    "tensor", as `zerofn.parallel.tensor` returns it.
+    `data`, the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
+    `tensor`, as `zerofn.parallel.tensor` returns it.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
@@ -123,7 +124,7 @@ def _shard_dry(state_or_init: Any, stage: int, where: Mesh, precision: Any, unit
     assert dry_run is not None
     with FakeMachine(False, 1.0, 1.0)():
         first = initial(state_or_init, resolve(precision))
-        grid = Mesh((Axis(DATA, 1),)) if where.ranks else where
+        grid = Mesh((Axis(USUAL, 1),)) if where.ranks else where
         alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
         state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
     chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "hpz": hpz}
@@ -157,7 +158,7 @@ def _planned(stage: Any, precision: Any, offload: Any, hpz: Any, plan: Any, mesh
             f"zerofn.plan(..., world={mesh.num_ranks})."
         )
     options, wanted = plan.options(), plan.best.config.sizes
-    found = [(x.name if x.name in NAMES else DATA, x.size) for x in mesh.axes if x.size > 1]
+    found = [(x.kind.name, x.size) for x in mesh.axes if x.size > 1]
     if [x for x in wanted.items() if x[1] > 1] != found:
         raise ValueError(
             f"shard: the plan recommends another mesh than {mesh}; write "

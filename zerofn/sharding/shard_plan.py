@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import EXPERT, Mesh
+from ..comm.mesh import Mesh
 from ..offload.policy import Offload, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..parallel.cuts import Cut, local_shape
@@ -216,10 +216,8 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
     used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
     idle = [axis for axis in policy.mesh.slices if axis.name not in used]
     if idle:
-        of_experts = idle[0].name == EXPERT
-        how = "zerofn.parallel.tensor(model, mesh)"
-        if of_experts:
-            how = "zerofn.moe.cuts(params, mesh), or zerofn.moe.experts(model, mesh) for a model of transformers"
+        kind = idle[0].kind
+        how = f"{kind.own_cuts}, or {kind.cuts} for a model of transformers" if kind.own_cuts else kind.cuts
         raise ValueError(
             f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all do the same: no leaf is cut over it. "
             f"Give cuts={how}, or leave the axis out of the mesh."

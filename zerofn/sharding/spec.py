@@ -1,7 +1,7 @@
 """Over which ranks the units of a `Sharded` are cut, and along which axes they are gathered.
 
-A unit is cut into shards over the ranks of one axis: along "data" and "context", and along "expert" too unless it
-consists of experts. With hpZ each of these parts is cut once more, along "replicate", and parameters hold such a part
+A unit is cut into shards over the ranks of one axis: along `data` and `context`, and along `expert` too unless it
+consists of experts. With hpZ each of these parts is cut once more, along `replicate`, and parameters hold such a part
 as a copy, from which units are gathered among the ranks of a node.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..collectives.maps import rows_over
-from ..comm.mesh import BETWEEN, EXPERT, Axis, Mesh
+from ..comm.axes import BETWEEN
+from ..comm.mesh import Axis, Mesh
 from ..parallel.cuts import counts
 from .layout import Layout, Leaf, Unit, restrict
 from .precision import Precision
@@ -25,7 +26,7 @@ _signatures: dict[Any, int] = {}
 
 class StoredShard(NamedTuple):
     """Elements [start, stop) of a unit. `row`: where a rank that has all shards puts its sums; see `Spec.rows`. `mine`:
-    False for a shard of another rank along "expert", which counts it.
+    False for a shard of another rank along `expert`, which counts it.
     """
 
     start: int
@@ -52,7 +53,7 @@ class Spec:
 
     def within(self, unit: Unit) -> Axis:
         """Return the ranks that a unit is cut over first, and along which it is gathered before each use."""
-        return self.mesh.shards_of_experts if unit.is_cut(EXPERT) else self.mesh.shards
+        return self.mesh.shards_of_experts if unit.of_experts else self.mesh.shards
 
     def axis_of(self, unit: Unit) -> Axis:
         """Return the ranks that a unit is cut over, in the order of its shards. With hpZ, no transfer goes over all of
@@ -95,19 +96,19 @@ class Spec:
 
     def counts(self, leaf: Leaf) -> bool:
         """Return whether this rank's elements of a leaf are to be counted: no rank before it has the same slice."""
-        return counts(leaf.cuts, self.slices_of(any(cut.axis == EXPERT for cut in leaf.cuts)))
+        return counts(leaf.cuts, self.slices_of(leaf.of_experts))
 
     def slices_of(self, experts: bool) -> tuple[Axis, ...]:
         """Return the axes along which ranks have slices of units of experts, or of others: those are in shards along
-        "expert".
+        `expert`.
         """
-        return tuple(axis for axis in self.mesh.slices if experts or axis.name != EXPERT)
+        return tuple(axis for axis in self.mesh.slices if experts or not axis.kind.experts)
 
     def stored_shards(self, unit: Unit) -> list[StoredShard]:
         """Return the shards of a unit that this rank stores: its own, or all at stage 0."""
         if self.num_shards(unit) > 1:
             return [StoredShard(*self.own_cut(unit), 0, True)]
-        numbers = range(unit.num_shards) if unit.is_cut(EXPERT) else self.mesh.shards_by_row
+        numbers = range(unit.num_shards) if unit.of_experts else self.mesh.shards_by_row
         rows = {number: row for row, number in enumerate(numbers)}
         return [StoredShard(*self.layout.cut(unit, k), rows.get(k, 0), k in rows) for k in range(unit.num_shards)]
 

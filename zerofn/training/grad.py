@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives.maps import heard_transfers, sum_over
-from ..comm.mesh import BATCH, BETWEEN, SLICES, TENSOR, Axis, Mesh
+from ..comm.axes import in_batch
+from ..comm.mesh import Axis, Mesh
 from ..comm.present import axes_of
 from ..graph.advice import instead, not_constant
 from ..graph.loop import loop
@@ -256,8 +257,7 @@ class _Work:
         values, a rank's gradients are of the others' losses, too: then it is the mean of all weights, and each loss
         enters with its own part of that. `heard`: the axes along which the loss function has exchanged values.
         """
-        among = {name for axis in heard for name in axis.name.split(BETWEEN)}
-        if loss.weight is None or self.axis is None or not among - set(SLICES) | among & set(BATCH):
+        if loss.weight is None or self.axis is None or not any(in_batch(axis.name) for axis in heard):
             return loss.weight, None
         mean = sum_over(loss.weight, self.axis) / self.num_ranks
         mean = torch.where(mean == 0, torch.ones_like(mean), mean)
@@ -315,8 +315,8 @@ class _Work:
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""
         total, weight = loss
-        if self.mesh is not None and self.mesh.size(TENSOR) > 1:
-            total = torch.ops.zerofn.expect(total, TENSOR, "loss")
+        for axis in self.mesh.partial if self.mesh is not None else ():
+            total = torch.ops.zerofn.expect(total, axis.name, "loss")
         if self.axis is not None:
             total = sum_over(total, self.axis)
             weight = None if weight is None else sum_over(weight, self.axis)

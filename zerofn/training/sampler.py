@@ -17,8 +17,8 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
     `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the mesh that the
-    process has made, or else all ranks. Ranks along "replicate", "data" and "expert" have rows of their own; those
-    along "context" and "tensor" have the same ones, in the same order. All have equally many: what is left over is
+    process has made, or else all ranks. Ranks along `replicate`, `data` and `expert` have rows of their own; those
+    along `context` and `tensor` have the same ones, in the same order. All have equally many: what is left over is
     dropped. `shuffle`: whether each epoch has an order of its own, which follows from `seed` and from
     `sampler.set_epoch(epoch)`.
 
