@@ -45,7 +45,9 @@ def pytest_collection_finish():
     And take away torch's log for traces, which pytest keeps from seeing that nobody reads it."""
     gc.freeze()
     gc.enable()
-    logging.getLogger("torch.__trace").handlers.clear()
+    trace = logging.getLogger("torch.__trace")
+    trace.handlers.clear()
+    trace.propagate = True  # to loggers that do not, pytest adds handlers, for which torch takes a stack at each tensor
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofn
-from tests.moe.test_compiled import OPTIONS, STEPS, TOKENS, WIDTH, over_rows, start
+from tests.moe.test_compiled import ALL, OPTIONS, SOME, STEPS, TOKENS, WIDTH, over_rows, start
 from tests.support.plain_moe import plain_layer
 from tests.support.same import assert_same_trees
 from zerofn import collectives, moe, optim
@@ -73,9 +73,8 @@ def trained(mesh, stage, captured, num_microbatches=1, **options):
     return told, zerofn.unshard(state.params)
 
 
-def every_stage(sizes):
+def trained_each(sizes, cases):
     mesh = Mesh.make(**sizes)
-    cases = [(stage, captured) for stage in range(4) for captured in (False, True)]
     return [trained(mesh, *case) for case in cases], [trained(mesh, *case, 2) for case in ((2, True), (3, False))]
 
 
@@ -93,11 +92,11 @@ def check(found, expected):
             torch.testing.assert_close(y, x, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.part(sizes=[{"expert": 2}])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_every_stage_is_plain_torch_and_has_the_bits_of_the_others(ranks, sizes):
+@pytest.mark.part(cases=[SOME])
+@pytest.mark.parametrize("sizes, cases", [({"expert": 2}, SOME), *((sizes, ALL) for sizes in MESHES)])
+def test_every_stage_is_plain_torch_and_has_the_bits_of_the_others(ranks, sizes, cases):
     size = torch.tensor(list(sizes.values())).prod().item()
-    for whole, halves in ranks(size, every_stage, sizes):
+    for whole, halves in ranks(size, trained_each, sizes, cases):
         check(whole, plain(size))
         check(halves, plain(size, halves=True))
         for _, ours in whole[1:]:

@@ -145,10 +145,10 @@ def test_update_agrees_with_apply(name):
 
 
 def _at_ranks():
-    for name, tx in TX.items():
+    for k, (name, tx) in enumerate(TX.items()):
         full = trees.plain(tx)
         first = None
-        for stage in (0, 1, 3):
+        for stage in (k % 2, 3):
             state = trees.sharded(tx, stage)
             ours = zerofn.unshard(state.params)
             trees.assert_close(ours, full.params, (name, stage))
