@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined; an empty text for a public module.
 _WHERE = {
-    **dict.fromkeys(("collectives", "moe", "optim", "parallel", "random"), ""),
+    **dict.fromkeys(("collectives", "moe", "optim", "parallel", "passes", "random"), ""),
     **dict.fromkeys(
         ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"),
         "checkpoint",
@@ -131,6 +131,7 @@ __all__ = [
     "plan",
     "progress",
     "parallel",
+    "passes",
     "random",
     "rank",
     "register_step_pre_hook",

@@ -67,7 +67,7 @@ def compile(
     remat: str | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
     backend: str | Backend = "eager",
-    passes: Callable[[list[Pass]], list[Pass]] | None = None,
+    passes: Callable[[list[Pass]], list[Pass]] | Sequence[Pass] | None = None,
     deterministic: bool = False,
     broadcast_buffers: bool = False,
     watch: Sequence[Any] = (),
@@ -91,9 +91,9 @@ def compile(
     that schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
 
     `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled
-    graph its own way (`zerofn.runtime.backend` has the protocol). `passes`: a function that takes the list of passes
-    (`zerofn.Pass`) that schedule a step and returns the list to run, with passes left out or added. Each added pass
-    is checked: the graph that it leaves must be sound, take and return what it did, and still be a pure function.
+    graph its own way (`zerofn.runtime.backend` has the protocol). `passes`: of your own, `[zerofn.Pass(mine)]`, which
+    run before "donate"; or what makes of the list of all passes the list to run (`zerofn.passes.before`, a function).
+    Each added pass is checked: the graph that it leaves must be sound, take and return what it did, and be pure.
 
     `watch`: what the step depends on beyond what ZeroFn reads by itself (see `docs/sharp_bits.md`): objects, read with
     all that they hold, and functions without arguments, whose results are compared at every call.
@@ -107,7 +107,7 @@ def compile(
     ...         if node.target is torch.ops.aten.gelu.default:
     ...             node.update_kwarg("approximate", "tanh")
     >>> step = zerofn.compile(lambda state, x: torch.nn.functional.gelu(state["w"] * x),
-    ...                       passes=lambda known: [zerofn.Pass(tanh_gelu, "body"), *known])
+    ...                       passes=zerofn.passes.before("canonicalize", zerofn.Pass(tanh_gelu, "body")))
     >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
     tensor([0.8412, 0.8412])
 
@@ -323,7 +323,7 @@ class CompiledStep:
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()
-        pipeline = passes.pipeline(self._donates(program), self._options.passes)
+        pipeline = passes.pipeline(self._donates(program), self._options.edits)
         inputs = agreed_inputs(program, self._options)
         return _Captured(program, constants, numbered, inputs, pipeline, began), inputs
 

@@ -90,7 +90,7 @@ def test_the_peak_is_hardly_higher(stage):
     for edit in (None, without_buffers):
         with fake_ranks(2):
             program = capture(train_step_of(module), state_of(module, stage, NORMED), batch_of(rows=512))
-            passes.pipeline(donating=True, edit=edit).run(program)
+            passes.pipeline(donating=True, edits=[edit] if edit else []).run(program)
         found[edit] = program
     with_rings, without = found.values()
     assert with_rings.buffers and not without.buffers

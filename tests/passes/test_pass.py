@@ -9,7 +9,7 @@ from zerofn import Pass, optim, tree
 from zerofn.graph.capture import capture
 from zerofn.graph.edit import copied
 from zerofn.graph.phase import phase_of
-from zerofn.passes import REQUIRED, PassError, pipeline, standard
+from zerofn.passes import PassError, after, before, pipeline, standard
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
 MODULE = build(2)
@@ -88,7 +88,7 @@ def lowered(fn, place=first, scope="step"):
     """A step at stage 3 on one of two ranks, scheduled with one more pass."""
     with fake_ranks(2):
         program = capture(train_step_of(MODULE), state_of(MODULE, 3), batch_of())
-        pipeline(donating=True, edit=place(Pass(fn, scope, "mine"))).run(program)
+        pipeline(donating=True, edits=[place(Pass(fn, scope, "mine"))]).run(program)
 
 
 def returns_a_graph(program):
@@ -261,7 +261,7 @@ def test_new_nodes_belong_to_the_phase_around_them():
 @pytest.mark.parametrize("donate", [True, False])
 def test_our_passes_can_be_left_out(donate):
     """All but those that results depend on."""
-    edit = lambda known: [each for each in known if each.fn in REQUIRED]  # noqa: E731
+    edit = lambda known: [each for each in known if each.required]  # noqa: E731
     few, all_of_them = trained(MODULE, passes=edit, donate=donate), trained(MODULE, donate=donate)
     assert same(few, all_of_them)
 
@@ -278,8 +278,85 @@ def test_lists_that_are_refused():
         compiled(lambda known: [each for each in known if each.name != "donate"])
     with pytest.raises(ValueError, match="once each, in this order"):
         compiled(lambda known: known[::-1])
-    with pytest.raises(TypeError, match="is no function"):
-        zerofn.compile(train_step_of(MODULE), passes=[Pass(tanh_gelu)])
+    for wrong in (Pass(tanh_gelu), [tanh_gelu], "donate"):
+        with pytest.raises(TypeError, match="neither a list of zerofn.Pass, nor a function"):
+            zerofn.compile(train_step_of(MODULE), passes=wrong)
+
+
+@pytest.mark.parametrize("donating", [True, False])
+@pytest.mark.parametrize("name", [x.name for x in standard()] + ["copy_outputs"])
+def test_passes_stand_where_they_are_put(name, donating):
+    """Also beside one that a step does without: where it would be."""
+    mine, ours = Pass(nothing, name="mine"), standard(donating)
+    names = [[x.name for x in place(name, mine)(ours)] for place in (before, after)]
+    for found, step in zip(names, (1, -1), strict=True):
+        assert [x for x in found if x != "mine"] == [x.name for x in ours]
+        if name in found:
+            assert found[found.index("mine") + step] == name
+    if name not in names[0]:
+        assert names[0] == names[1]
+        there = {"copy_outputs": ("start_param_gather", "wait_param_gather")}
+        assert _around(names[0]) == there.get(name, ("sync_replicated_state", "copy_outputs"))
+
+
+def _around(names):
+    at = names.index("mine")
+    return names[at - 1], names[at + 1]
+
+
+def test_a_place_that_is_not_there():
+    with pytest.raises(ValueError, match="no standard pass 'donates'; there are fold_split_master, .*assign_buffers"):
+        before("donates", Pass(nothing))
+
+
+@pytest.mark.parametrize("edit", [[Pass(tanh_gelu, "body")], before("donate", Pass(tanh_gelu, "body"))])
+def test_a_list_of_passes_runs_before_donation(edit):
+    assert same(trained(smooth("none"), passes=edit), trained(smooth("tanh")))
+
+
+def reads_again(program):
+    """Read the first gathered unit once more, behind all else."""
+    graph, output = program.gm.graph, program.output
+    unit = next(iter(next(n for n in graph.nodes if n.kwargs.get("place")).users))
+    values = list(output.args[0])
+    with graph.inserting_before(output):
+        total = graph.call_function(aten.sum.default, (unit,))
+        values[-1] = graph.call_function(aten.add.Tensor, (values[-1], total))
+    output.args = (values,)
+
+
+def test_a_value_is_not_read_after_its_memory_has_gone_to_another():
+    module = build(24)
+    with fake_ranks(2):
+        program = capture(train_step_of(module), state_of(module, 3), batch_of(rows=512))
+        edit = after("assign_buffers", Pass(reads_again))
+        with pytest.raises(PassError, match=r"'reads_again'.*is needed after '.*' has got its place in memory; put"):
+            pipeline(True, [edit]).run(program)
+
+
+class Prepares:
+    """A backend with a pass of its own."""
+
+    def passes(self, ours):
+        return [Pass(tanh_gelu, "body"), *ours]
+
+    def bind(self, program):
+        return zerofn.runtime.backend.Eager().bind(program)
+
+
+def test_a_backends_passes_run_before_the_users():
+    seen = []
+    look = lambda known: seen.append(known[0].name) or known  # noqa: E731
+    assert same(trained(smooth("none"), backend=Prepares(), passes=look), trained(smooth("tanh")))
+    assert seen == ["tanh_gelu"]
+
+
+def test_what_is_not_searched_runs_once():
+    for searched in (True, False):
+        runs = []
+        mine = Pass(runs.append, name="mine", searched=searched)
+        zerofn.compile(train_step_of(MODULE), memory="1GB", passes=[mine]).lower(state_of(MODULE, 3), batch_of())
+        assert (len(runs) == 1) == (not searched)
 
 
 def test_what_a_pass_is():
@@ -349,5 +426,5 @@ def test_a_pass_that_changes_nothing_can_stand_anywhere(stage, n, donating, opti
         state, step = state_of(MODULE, stage, **options), train_step_of(MODULE, n)
         plain, ours = (capture(step, state, batch_of()) for _ in range(2))
         pipeline(donating).run(plain)
-        pipeline(donating, edit).run(ours)
+        pipeline(donating, [edit]).run(ours)
     assert [n.name for n in ours.gm.graph.nodes] == [n.name for n in plain.gm.graph.nodes]

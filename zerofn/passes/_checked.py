@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,16 +11,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload
-from ..graph.alias import is_given, roots, written_memory
+from ..graph.alias import is_given, positions, roots, touches, written_memory
 from ..graph.capture import CaptureError
 from ..graph.edit import clean
-from ..graph.liveness import complete_values, tensors_of
+from ..graph.liveness import complete_values, memory_bytes, tensors_of
 from ..graph.nested import graphs_of, is_nested
 from ..graph.node_kinds import is_fetch, is_gather, is_start
 from ..graph.phase import continue_phases
 from ..graph.program import Program, alike, tensor_of
 from ..graph.verify import check_purity
 from ..util.errors import note
+from ._packing import Span
 from ._pass import Pass
 
 _KINDS = ("placeholder", "get_attr", "call_function", "output")
@@ -37,6 +39,7 @@ def apply_checked(program: Program, each: Pass) -> None:
     - It writes only to its own memory, or where it wrote before. The state, the batch, constants and gathered units are
       not its own, except where the state is donated.
     - Every transfer is waited for before its result is read.
+    - Behind `assign_buffers`, no value is read after its place in a static buffer has gone to another.
     - Before donation and scheduling, the step is still a pure function, and no shard enters an operation that needs the
       whole tensor (`graph.verify.check_purity`).
 
@@ -105,9 +108,35 @@ def _check(program: Program, before: _Facts) -> None:
                 f"{min(new)!r} starts a transfer whose result is read without torch.ops.zerofn.wait; read what the "
                 "wait returns"
             )
+        _check_places(gm.graph)
     error = _impurity(program) if before.pure else None
     if error is not None:
         raise _Unsound(f"what it leaves could not have been captured: {str(error).rstrip('.')}") from error
+
+
+def _check_places(graph: Graph) -> None:
+    """Raise for two values that are needed at one time, and have the same place in a static buffer."""
+    spans = sorted(_placed(graph), key=lambda x: x[1].start)
+    for k, (place, span) in enumerate(spans):
+        for other_place, other in spans[k + 1 :]:
+            if other.start > span.stop:
+                break
+            same = place[0] == other_place[0]
+            if same and place[1] < other_place[1] + other.nbytes and other_place[1] < place[1] + span.nbytes:
+                raise _Unsound(
+                    f"{span.node.name!r} is needed after {other.node.name!r} has got its place in memory; put the pass "
+                    'in front of the one that gives places: zerofn.passes.before("assign_buffers", ...)'
+                )
+
+
+def _placed(graph: Graph) -> Iterator[tuple[list[int], Span]]:
+    """Yield ([buffer, first byte], span) of each value that has a place."""
+    where, root = positions(graph), roots(graph)
+    touched = touches(graph, root)
+    for node, at in where.items():
+        place = node.args[3] if node.target is torch.ops.zerofn.bucket.default else node.kwargs.get("place")
+        if place:
+            yield place, Span(node, at, where[touched[node][-1]], memory_bytes(node.meta["val"]))  # type: ignore[misc]
 
 
 def _check_nodes(gm: GraphModule, before: _GraphFacts | None) -> None:

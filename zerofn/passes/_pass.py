@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,19 +22,25 @@ class Pass:
     `name`: in errors, timings and ZEROFN_DUMP's file names; the function's by default.
 
     The search for a schedule within `memory=` runs passes several times on copies. So a pass changes the program that
-    it is called with and nothing else.
+    it is called with and nothing else. `searched`: False for one that the search leaves out, since it changes neither
+    memory nor time, or what it does differs by rank, as the decisions of all must not. `required`: without it, or in
+    another order, results are wrong. `carries_out`: it does what was decided about memory; the first such pass ends
+    what runs before the decisions.
     """
 
     fn: Callable[[Program], None]
     scope: Scope = "step"
     name: str = ""
+    searched: bool = True
+    required: bool = False
+    carries_out: bool = False
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise TypeError(f"Pass: fn must be a function of a program, not {self.fn!r}.")
         if self.scope not in get_args(Scope):
             raise ValueError(f"Pass: scope={self.scope!r} is not known; there are 'step' and 'body'.")
-        check_fields(self, "name")
+        check_fields(self, "name", "searched", "required", "carries_out")
         if not self.name:
             object.__setattr__(self, "name", getattr(self.fn, "__name__", type(self.fn).__name__))
 
@@ -49,10 +55,10 @@ class Pass:
 Edit = Callable[[list[Pass]], list[Pass]]
 
 
-def edited(ours: list[Pass], edit: Edit, required: Sequence[Callable[..., Any]]) -> list[Pass]:
+def edited(ours: list[Pass], edit: Edit) -> list[Pass]:
     """Return the list that the function given as `compile(passes=)` makes of the standard one.
 
-    Raises `ValueError` if that is no list of passes, or if one of `required` is missing or out of order.
+    Raises `ValueError` if that is no list of passes, or if a required one is missing or out of order.
     """
     found = edit(list(ours))
     if not isinstance(found, list | tuple):
@@ -62,8 +68,8 @@ def edited(ours: list[Pass], edit: Edit, required: Sequence[Callable[..., Any]])
     for k, each in enumerate(found):
         if not isinstance(each, Pass):
             raise ValueError(f"compile: passes= returned {each!r} as item {k} of its list; write zerofn.Pass(fn).")
-    needed = [x for x in ours if x.fn in required]
-    kept = [x for x in found if x.fn in required]
+    needed = [x for x in ours if x.required]
+    kept = [x for x in found if x in needed]
     missing = [x.name for x in needed if x not in kept]
     if missing:
         raise ValueError(

@@ -17,21 +17,11 @@ from ..graph.program import Program
 from ..util.patches import uncollected
 from ._checked import apply_checked
 from ._pass import Pass
-from .assign_buffers import MORE, assign_buffers
+from .assign_buffers import MORE
 from .budget.decision import Choice, choose, order_of, set_order
 from .budget.hoists import of_bodies
 from .budget.search import attempted, beside, graphs, recomputed, within
 from .hoist_gathers import hoist_gathers
-from .offload_activations import offload_activations
-from .prefetch import prefetch
-from .read_local_shards import read_local_shards
-from .recompute_activations import recompute_activations
-from .reshard import reshard
-
-CARRY_OUT_CHOICES = (hoist_gathers, recompute_activations, offload_activations, reshard, prefetch)
-# The search skips these. The result of `read_local_shards` differs by rank, and decisions must not. `assign_buffers`
-# runs once, in the room that the search leaves for static buffers.
-NOT_SEARCHED = (read_local_shards, assign_buffers)
 
 
 class Pipeline:
@@ -39,8 +29,9 @@ class Pipeline:
 
     def __init__(self, passes: Sequence[Pass], own: Sequence[Callable[..., Any]]) -> None:
         self.passes, self._own = list(passes), tuple(own)
-        at = (k for k, each in enumerate(self.passes) if each.fn in CARRY_OUT_CHOICES)
+        at = (k for k, each in enumerate(self.passes) if each.carries_out)
         self._num_prepare = next(at, len(self.passes))
+        self._searched = [each for each in self.passes[self._num_prepare :] if each.searched]
 
     def run(self, program: Program) -> None:
         """Apply all passes. `program.timings` gets the seconds of each. ZEROFN_DUMP=dir writes the graph after each."""
@@ -75,10 +66,9 @@ class Pipeline:
         if not self.chooses(program, memory=memory, remat=remat):
             return []
         start = time.perf_counter()
-        passes = [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED]
 
         def schedule(tried: Program) -> None:
-            self._apply(tried, passes)
+            self._apply(tried, self._searched)
 
         if remat is not None:
             choices = recomputed(program, remat, schedule)
@@ -92,7 +82,7 @@ class Pipeline:
     def orders(self, program: Program, choices: Sequence[Choice]) -> list[list[int]]:
         """Return, for each graph of a prepared program, the order in which its transfers would start."""
         tried = attempted(program, choices)
-        self._apply(tried, [each for each in self.passes[self._num_prepare :] if each.fn not in NOT_SEARCHED])
+        self._apply(tried, self._searched)
         return [order_of(gm) or [] for gm in graphs(tried.gm)]
 
     def finish(

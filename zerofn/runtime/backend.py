@@ -38,7 +38,11 @@ class Runner(Protocol):
 
 @runtime_checkable
 class Backend(Protocol):
-    """Makes runners. `zerofn.compile(backend=)` takes an instance, or the name of a built-in backend."""
+    """Makes runners. `zerofn.compile(backend=)` takes an instance, or the name of a built-in backend.
+
+    It may have a method `passes(ours) -> list[Pass]`, which returns the passes to run, as a function for
+    `compile(passes=)` does, and is called before that one. So a backend prepares the graph that it will run.
+    """
 
     def bind(self, program: Program) -> Runner:
         """Return a runner of `program.gm`.

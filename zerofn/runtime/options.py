@@ -17,7 +17,7 @@ class Options(NamedTuple):
     remat: str | None
     machine: Any
     backend: Backend
-    passes: Callable[[list[Any]], list[Any]] | None
+    passes: Callable[[list[Any]], list[Any]] | Sequence[Any] | None
     deterministic: bool
     broadcast_buffers: bool
     watch: Sequence[Any]
@@ -30,8 +30,13 @@ class Options(NamedTuple):
             raise ValueError(
                 f"compile(memory={self.memory!r}) decides what is computed again; leave remat={self.remat!r} out."
             )
-        if self.passes is not None and not callable(self.passes):
-            raise TypeError(f"compile: passes={self.passes!r} is no function; give one that takes the list of passes.")
+        edits = callable(self.passes) and not hasattr(self.passes, "scope")  # a single pass can be called, too
+        listed = isinstance(self.passes, list | tuple) and all(hasattr(x, "scope") for x in self.passes)
+        if self.passes is not None and not edits and not listed:
+            raise TypeError(
+                f"compile: passes={self.passes!r} is neither a list of zerofn.Pass, nor a function that takes the list "
+                'of passes and returns one, such as zerofn.passes.before("donate", zerofn.Pass(mine)).'
+            )
         if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
             raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
         return self
@@ -42,6 +47,12 @@ class Options(NamedTuple):
         if self.machine is not None:  # whose repr is rounded
             known["machine in full"] = dataclasses.asdict(self.machine)
         return {**known, "broadcast_buffers": self.broadcast_buffers}
+
+    @property
+    def edits(self) -> list[Any]:
+        """What changes the list of passes: the backend, then the user."""
+        found = (getattr(self.backend, "passes", None), self.passes)
+        return [x for x in found if x is not None]
 
     @property
     def search(self) -> dict[str, Any]:
