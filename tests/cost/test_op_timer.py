@@ -7,6 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 from zerofn.cost import op_timer
 from zerofn.cost.machine import usual
 from zerofn.cost.op_timer import FAR
+from zerofn.training import eager_region  # noqa: F401  (defines the operation)
 
 neg, add = torch.ops.aten.neg.default, torch.ops.aten.add.Tensor
 SMALL, LARGE = 4, 1 << 18  # elements: 1 MiB

@@ -20,6 +20,7 @@ mul = torch.ops.aten.mul.Tensor
 def test_a_gradient_is_unscaled_right_behind_its_reduction():
     gm = lowered(canonicalize, raise_reduce_scatters, raise_unscale, precision="fp16")
     where, nodes = positions(gm.graph), list(gm.graph.nodes)
+    assert len(scatters(gm)) > 1
     for start in scatters(gm):
         unscaled = next(user for user in wait_of(start).users if user.target is mul)
         between = nodes[where[wait_of(start)] + 1 : where[unscaled]]

@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-
-try:
-    from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # before transformers 5 they have one name
-
-    def revert_weight_conversion(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the tensors as they are."""
-        return state_dict
+from transformers.core_model_loading import revert_weight_conversion
 
 
 def of_files(model: Any) -> dict[str, str]:
