@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerofn.comm import transport as _transport  # noqa: F401  (defines torch.ops.zerofn.wait and its like)
+from zerofn.comm import transport as _transport
 from zerofn.comm.meetings import meetings
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.pending import pending
+from zerofn.util.process import the
 
 ops = torch.ops.zerofn
 
@@ -42,6 +43,25 @@ def many_at_once():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_many_transfers_under_way(ranks, size):
     ranks(size, many_at_once)
+
+
+def of_nothing():
+    """Tensors without elements, of which other ranks have none either."""
+    _, size, name = group()
+    before, empty = the(_transport.SentBytes).by_group[name], torch.empty(0)
+    with pytest.MonkeyPatch.context() as patch:
+        for gloo in (True, False):
+            patch.setattr(_transport, "_is_gloo", lambda *args, gloo=gloo: gloo)
+            for start in ("_point_to_point", "all_gather_single", "reduce_scatter_single"):
+                patch.setattr(_transport, start, None)  # nothing is called
+            assert ops.wait(ops.all_gather(empty, size, name, "u")).shape == (0,)
+            assert ops.wait(ops.reduce_scatter(empty, size, name, "u")).shape == (0,)
+            ops.all_gather_into_(empty, 0, size, name, "u")
+    assert not pending().transfers and the(_transport.SentBytes).by_group[name] == before
+
+
+def test_nothing_is_not_sent(ranks):
+    ranks(2, of_nothing)
 
 
 def in_rank_order():
@@ -172,6 +192,7 @@ def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
 import threading, time
 from zerofn.comm.pending import pending
+from zerofn.util.process import the
 def late():
     threading.main_thread().join()
     print(pending().post(lambda: "posted")())
@@ -184,6 +205,7 @@ def test_posting_in_a_forked_process():
     assert of_one_process("""
 import os
 from zerofn.comm.pending import pending
+from zerofn.util.process import the
 print(pending().post(lambda: "parent")(), flush=True)
 child = os.fork()
 if child == 0:
@@ -201,6 +223,7 @@ def test_who_leaves_has_sent_what_it_started_to(tmp_path):
 import os, time, torch, torch.distributed as dist
 import zerofn.comm.transport
 from zerofn.comm.pending import pending
+from zerofn.util.process import the
 from zerofn.comm.mesh import Mesh
 rank = int(os.fork() == 0)
 dist.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=rank, world_size=2)

@@ -119,6 +119,8 @@ def all_gather_start(
     """
     _meet(group, "all_gather", shard, unit)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
+    if not full.numel():  # of a unit of which these ranks have nothing
+        return full
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not _is_gloo(group, shard):
         _count(group, shard.nbytes * (size - 1))
@@ -135,6 +137,8 @@ def all_gather_start(
 def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
     """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in."""
     _meet(group, "all_gather", full, unit)
+    if not full.numel():
+        return
     rows = full.view(size, -1)
     if not _is_gloo(group, full):
         _count(group, _to_others(full, size))
@@ -149,6 +153,8 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
 def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
     """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
     _meet(group, "reduce_scatter", flat, unit)
+    if not flat.numel():
+        return flat.new_empty(0)
     if not _is_gloo(group, flat):
         _count(group, _to_others(flat, size))
         if the(Sums).in_rank_order:

@@ -20,7 +20,7 @@ from ..ops.registry import OnShard
 from .alias import sources, writes
 from .nested import Call, call_of
 from .node_kinds import argument, traits
-from .program import Program, owners
+from .program import Program, owners, tensor_of
 
 ops = torch.ops.zerofn
 # What a difference between ranks comes from (an input of the step, a value that other ranks compute in another way, or
@@ -148,8 +148,8 @@ class _Follower:
 
     def _of_result(self, node: Node, read: Origins) -> Origins:
         """Return the origins of a node's result. `read`: those of its inputs."""
-        known = traits(node)
-        if known.on_shard is OnShard.SHAPE:
+        known, value = traits(node), tensor_of(node)
+        if known.on_shard is OnShard.SHAPE or (value is not None and not value.numel()):
             return _NONE
         if known.equal or known.collective == "scatter" or node.target is ops.as_shard.default:
             axes = self._axes(node)

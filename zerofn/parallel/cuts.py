@@ -26,7 +26,7 @@ class Cut:
     """The slices of a leaf along one dim, for the ranks of one axis.
 
     `size`: of the whole leaf's dim. `slices`: for each rank of the axis, the intervals [start, stop) that it has, in
-    the order in which its slice has them.
+    the order in which its slice has them; () where it has nothing of the leaf.
 
     >>> equal("tensor", 0, 6, 2).slices
     (((0, 3),), ((3, 6),))
@@ -80,9 +80,9 @@ def local_shape(shape: Sequence[int], cuts: Iterable[Cut], mesh: Mesh) -> tuple[
 
 
 def sliced(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
-    """Return this rank's slice of a whole leaf: a view where it is one interval."""
+    """Return this rank's slice of a whole leaf: a view where it is one interval, or none."""
     for cut in cuts:
-        intervals = cut.slices[mesh.axis(cut.axis).rank]
+        intervals = cut.slices[mesh.axis(cut.axis).rank] or ((0, 0),)
         pieces = [x.narrow(cut.dim, a, b - a) for a, b in intervals]
         x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
     return x

@@ -1,4 +1,4 @@
-"""Remove nodes that change no value: detaches, views without effect, repeated gathers, dead nodes."""
+"""Remove nodes that change no value: detaches, views without effect, transfers of nothing, repeats, dead nodes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean, weight_chain
-from ..graph.node_kinds import argument
+from ..graph.node_kinds import argument, is_gather, is_scatter
 from ..graph.program import Program, alike, tensor_of
 from ..ops.ravel import MARKS
 from ..ops.registry import RESHAPES, SAME
 
-aten = torch.ops.aten
+aten, ops = torch.ops.aten, torch.ops.zerofn
 
 
 def canonicalize(program: Program) -> None:
-    """Remove detaches and views without effect, and merge repeated gathers of one parameter with their casts and views.
+    """Remove detaches, views without effect and transfers of units of which this rank has nothing, and merge repeated
+    gathers of one parameter with their casts and views.
 
     Later passes then find each parameter gathered once. Repeated computation stays: a model may recompute on purpose.
     """
@@ -38,6 +39,9 @@ def _same_value(node: Node) -> Node | None:
     source = node.all_input_nodes[0]
     if node.target in (*SAME, *MARKS):
         return source
+    if is_gather(node) or is_scatter(node) or node.target is ops.wait.default:
+        value = tensor_of(node)
+        return source if value is not None and not value.numel() and alike(value, tensor_of(source)) else None
     if node.target in RESHAPES:
         return source if alike(tensor_of(node), tensor_of(source)) else None
     if node.target is aten.t.default and source.target is aten.t.default:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ _Key = tuple[str, int]  # name and size of a unit
 
 class _Places(NamedTuple):
     """Where the leaves of a unit lie once all of them are whole. `stop`: where the last one ends, in any tree.
-    `offsets`: of each leaf, by `_place`; None if there is nothing to change.
+    `offsets`: of each leaf, by `_places`; None if there is nothing to change.
     """
 
     stop: int
@@ -58,9 +59,13 @@ class _Places(NamedTuple):
         stop = max(leaf.stop for unit in units for leaf in unit.leaves)
         if not any(leaf.cuts for unit in units for leaf in unit.leaves):
             return _Places(stop)
+        found = [_places(unit.leaves) for unit in units]
+        ends = [Counter(place[:3] for place in places) for places in found]
+        if any(n > 1 and n != other.get(place, n) for one in ends for place, n in one.items() for other in ends):
+            return _Places(stop, {})  # empty slices of one shape, of which a tree has some
         offsets, at, before = dict[Any, int](), 0, 0
-        for place in sorted({_place(leaf) for unit in units for leaf in unit.leaves}):
-            offset, numel, shape = place
+        for place in sorted({place for places in found for place in places}):
+            offset, numel, shape, _ = place
             if offset < before:
                 return _Places(stop, {})  # units of different trees that are not the same
             offsets[place], before, stop = at, offset + numel, at + math.prod(shape)
@@ -72,7 +77,7 @@ class _Places(NamedTuple):
         offsets = self.offsets
         if offsets is None:
             return unit.leaves
-        found = [offsets.get(_place(leaf)) for leaf in unit.leaves]
+        found = [offsets.get(place) for place in _places(unit.leaves)]
         if None in found or len(set(found)) < len(found):
             raise RuntimeError(
                 f"abstract: two trees have a unit {unit.name!r}, and slices of other leaves in it, so this state "
@@ -82,9 +87,16 @@ class _Places(NamedTuple):
         return tuple(replace(leaf, shape=leaf.whole, offset=at, cuts=()) for leaf, at in pairs if at is not None)
 
 
-def _place(leaf: Leaf) -> tuple[int, int, tuple[int, ...]]:
-    """What tells a leaf of a unit from others, in any tree: empty slices lie where the next leaf does."""
-    return leaf.offset, leaf.numel, leaf.whole
+def _places(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...], int]]:
+    """Return what tells the leaves of a unit from each other, in any tree. Empty slices lie where the next leaf does,
+    and those of one shape are counted.
+    """
+    found, seen = [], Counter[Any]()
+    for leaf in leaves:
+        place = leaf.offset, leaf.numel, leaf.whole
+        found.append((*place, seen[place]))
+        seen[place] += 1
+    return found
 
 
 class _Abstract(Sharded):
@@ -108,7 +120,14 @@ class _Abstract(Sharded):
         for x in layout.units:
             places, block = self.places[x.name, x.size], padded_to(x.num_shards, replicas)
             units.append((x.name, places.whole(x), _stop(x, places, block), x.trainable, x.dtype))
-        return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, self._storages)
+        there = [x for x in self._storages if x.placement]  # a unit of which this rank has nothing has no tier here
+        storages = [
+            next((replace(x, placement=y.placement) for y in there if y.num_parts == x.num_parts), x)
+            if not u.size
+            else x
+            for x, u in zip(self._storages, layout.units, strict=True)
+        ]
+        return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, storages)
 
 
 def _stop(unit: Unit, places: _Places, block: int) -> int:
@@ -135,7 +154,9 @@ def _here(
     )
     spec = Spec(Layout(own, treedef, axis.name), mesh, stage, precision, halves)
     cut = Sharded(spec, ())
-    cut._storages = tuple(map(_on_this_device, storages))
+    cut._storages = tuple(
+        _on_this_device(x) if unit.size else replace(x, placement=None) for x, unit in zip(storages, own, strict=True)
+    )
     known = {(x.name, x.size): _Places(stop) for x, (_, _, stop, *_) in zip(own, units, strict=True)}
     return _Abstract(cut, known)
 

@@ -2,7 +2,8 @@
 
 [Note: layout] The leaves of one *unit* (usually a layer; FSDP's parameter group) are raveled into one flat buffer. Each
 leaf starts at a multiple of `ALIGN` elements. The buffer is padded so that it cuts into N equal shards of a multiple of
-`SHARD_MULTIPLE` elements; rank r owns the r-th shard. Padding is never read: it may hold anything.
+`SHARD_MULTIPLE` elements; rank r owns the r-th shard. Padding is never read: it may hold anything. A unit whose leaves
+have no elements on this rank has none either: then those that it is cut over have nothing of it, and send nothing.
 """
 
 from __future__ import annotations
@@ -354,8 +355,8 @@ def padded_to(num_shards: int, replicas: int = 1) -> int:
 
 
 def padded(stop: int, block: int) -> int:
-    """Return the elements of a unit whose leaves end at `stop`: a multiple of `block`."""
-    return max(1, -(-stop // block)) * block
+    """Return the elements of a unit whose leaves end at `stop`: a multiple of `block`, 0 where leaves have none."""
+    return -(-stop // block) * block
 
 
 def _groups(

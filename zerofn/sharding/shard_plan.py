@@ -254,14 +254,14 @@ def storage_of(
 
 def place(layout: Layout, storages: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
     """Return the storages with the tier of each part: the first part of parameters in the parameters' tier, all else
-    in the optimizer's.
+    in the optimizer's. Nothing has no tier.
     """
-    out = []
-    for storage, offload in zip(storages, of_units(policy.offload, [u.size for u in layout.units]), strict=True):
+    out, sizes = [], [u.size for u in layout.units]
+    for storage, offload, size in zip(storages, of_units(policy.offload, sizes), sizes, strict=True):
         first = offload.params if is_params else offload.optimizer
         tiers = (first, *[offload.optimizer] * (storage.num_parts - 1))
         paths = tuple(offload.paths) if "nvme" in tiers else ()
-        placement = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) else None
+        placement = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) and size else None
         out.append(replace(storage, placement=placement))
     return out
 

@@ -76,7 +76,7 @@ class Spec:
         At stages 1 and 2 it is the whole unit, with hpZ the part of it that the ranks of a node share.
         """
         axis = self.mesh.replicas if self.hpz else self.within(unit) if self.stage in (1, 2) else None
-        return axis if axis is not None and axis.size > 1 else None
+        return axis if axis is not None and axis.size > 1 and unit.size else None
 
     @property
     def has_copies(self) -> bool:
