@@ -26,6 +26,18 @@ def test_the_first_length_stays_and_others_are_rounded_up():
     assert padding(batch(16))["input_ids"].shape == (2, 16) and padding(first)["labels"].shape == (2, 3)
 
 
+def test_the_microbatches_of_an_update_are_as_long_as_the_longest():
+    padding = Padding(MODEL, None, -100)
+    given = [padding(batch(5)), padding(batch(40, target=4))]
+    assert padding.added == 8  # 48 is a multiple of 16
+    short, long = padding.as_long(given)
+    assert short["input_ids"][0].tolist() == [1] * 5 + [7] * 43 and short["attention_mask"][0].sum() == 5
+    assert short["labels"][0].tolist() == [1] * 3 + [-100] * 13 and short["x"] == 1.0
+    assert long["input_ids"].shape == (2, 48) and long["labels"].shape == (2, 16) and padding.added == 8 + 43
+    bare = [{k: x for k, x in y.items() if k != "attention_mask"} for y in given]
+    assert [x["input_ids"].shape[1] for x in padding.as_long(bare)] == [5, 48], "nothing masks what would be added"
+
+
 def kind_of(inputs):
     padding = Padding(MODEL, None, -100)
     padding(inputs)

@@ -269,7 +269,8 @@ class Trainer(TrainerOnMesh):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro, self._micro = self._micro, []
-        parts, stacked = stack(micro)
+        longer = self._padding.as_long([x.inputs for x in micro])
+        parts, stacked = stack([x._replace(inputs=y) for x, y in zip(micro, longer, strict=True)])
         batch = {"parts": parts, "stacked": stacked}
         assert self._live is not None
         state = self._with_rates()
