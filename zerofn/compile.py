@@ -36,11 +36,11 @@ from .runtime.agreed import agree_among_slices, agreed_inputs, agreed_text, only
 from .runtime.agreed_steps import AgreedStep, AgreedSteps, Reading, first_change
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
+from .runtime.captures import Captures, Checks, LeftOut
 from .runtime.entry import Call, Entry
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
-from .runtime.guards import Captures, Checks, LeftOut
 from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
@@ -75,7 +75,7 @@ def compile(
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
-    floats of the batch) and change to what it closes over (see `runtime/guards.py`), with one log line each. With
+    floats of the batch) and change to what it closes over (see `guards`), with one log line each. With
     `donate` the new state is written into the old one's memory, and using the old one afterwards raises
     `RuntimeError`. A step that returns no pair of such a state and more is an evaluation: it may make no `TrainState`.
     State that is not sharded, and that each rank computes from its own rows, such as batch-norm statistics, is averaged

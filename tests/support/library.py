@@ -28,6 +28,7 @@ ORDER = [
     "moe",
     "sharding",
     "graph",
+    "guards",
     "optim",
     "training",
     "runtime",

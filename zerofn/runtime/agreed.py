@@ -26,10 +26,10 @@ from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
+from ..guards.torch_settings import settings_of_all
 from ..optim.base import GradientTransformation
 from ..sharding.held_alike import Held, digests, first_unequal
 from .options import Options
-from .torch_settings import settings_of_all
 
 _VALUES, _ROWS = "values", "rows"
 _RANKS_TOLD = 4  # whose sentences an error has, at most

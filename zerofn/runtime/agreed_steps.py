@@ -14,8 +14,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from ..graph.between_ranks import NumberedStep
-from .contents import Contents
-from .facts import Facts, changed_paths, without
+from ..guards.tensors import Contents
+from ..guards.tokens import Facts, changed_paths, without
 
 KEPT = 8  # agreed steps of one function, the newest first: each is some texts, and the same on every rank
 

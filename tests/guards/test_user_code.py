@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support import models
-from zerofn.runtime.user_code import is_users, of_user
+from zerofn.guards.user_code import is_users, of_user
 
 
 @pytest.mark.parametrize("folder", ["lib/python3/dist-packages", "home/.local/lib/python3/site-packages", "project"])

@@ -25,15 +25,15 @@ from .. import tree
 from ..comm.agreement import agree_on
 from ..graph.moving import watching
 from ..graph.same_graph import Outline, difference
+from ..guards.tensors import Contents
+from ..guards.tokens import Facts, Same, changed_paths, told, without
+from ..guards.torch_settings import facts_of, settings_now
+from ..guards.user_code import of_user
+from ..guards.walk import Walk
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .agreed_steps import Reading
-from .contents import Contents
 from .entry import Entry
-from .facts import Facts, Same, changed_paths, told, without
-from .reader import Reader
-from .torch_settings import facts_of, settings_now
-from .user_code import of_user
 
 log = logging.getLogger("zerofn")
 CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now
@@ -52,7 +52,7 @@ class _Reading(NamedTuple):
 
     facts: Facts
     settings: tuple[Any, ...]
-    reader: Reader
+    reader: Walk
 
     def holds(self) -> bool:
         """Whether it depends on the same objects still."""
@@ -244,7 +244,7 @@ class Captures:
 
     def _read(self) -> _Reading:
         settings = settings_now()
-        reader = Reader(self._left_out.paths).read(self._roots, self._watched)
+        reader = Walk(self._left_out.paths).read(self._roots, self._watched)
         return _Reading({**facts_of(settings), **reader.facts}, settings, reader)
 
 

@@ -48,9 +48,9 @@ from .attributes import (
     special_methods,
     told_by_value,
 )
-from .contents import SUMMED, contents_of
-from .facts import NOTHING, Facts, Same, plain
-from .places import Places
+from .table import Table
+from .tensors import SUMMED, contents_of
+from .tokens import NOTHING, Facts, Same, plain
 from .user_code import BY_STRING, is_users, of_user, reads_of, unchecked
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
@@ -66,7 +66,7 @@ _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.Clas
 ALL, NAMED, FOUND = 2, 1, 0
 
 
-class Reader:
+class Walk:
     """One reading: `facts`, and the `places` they are from. `skip`: paths left out.
     `unsure`: the paths of what was found in objects of libraries, which may not matter. `moving`: iterators and
     generators of random numbers, by path. `left`: what is not followed; `written`: what `WRITTEN` leaves out.
@@ -74,7 +74,7 @@ class Reader:
 
     def __init__(self, skip: Iterable[str] = ()) -> None:
         self.facts: Facts = {}
-        self.places = Places()
+        self.places = Table()
         self.unsure: set[str] = set()
         self.moving: dict[str, Any] = {}
         self.left: list[str] = []
@@ -89,7 +89,7 @@ class Reader:
         self._answering: list[type] = []  # classes that say themselves what is an instance
         self._of_classes: dict[type, set[str]] = {}
 
-    def read(self, roots: Mapping[str, Any], watched: Mapping[str, Any] | None = None) -> Reader:
+    def read(self, roots: Mapping[str, Any], watched: Mapping[str, Any] | None = None) -> Walk:
         """Read all that is reached from these values, and all of those that are `watched`."""
         for path, value in (watched or {}).items():
             if inspect.isroutine(value) or isinstance(value, partial):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..sharding.sharded import is_sharded
 from ..util.classes import bases_of, held_by, is_dataclass, named
-from .contents import SUMMED
-from .facts import NOTHING, Same, plain
+from .tensors import SUMMED
+from .tokens import NOTHING, Same, plain
 from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}

@@ -16,9 +16,9 @@ from torch.func import functional_call
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
-from zerofn.runtime import guards
-from zerofn.runtime.guards import KEPT
-from zerofn.runtime.reader import Reader
+from zerofn.guards.walk import Walk
+from zerofn.runtime import captures as guards
+from zerofn.runtime.captures import KEPT
 
 STATE = {"w": torch.arange(1.0, 5.0)}
 X = torch.tensor([0.5, -1.0, 2.0, 3.0])
@@ -835,7 +835,7 @@ def test_what_a_library_loads_when_it_is_first_named_is_nothing_that_the_step_wr
 def test_of_a_function_that_looks_at_its_arguments_only_what_it_wraps_is_read():
     """What the check knows of each argument would be compared at every call."""
     facts = [
-        Reader().read({"step": step}, ()).facts
+        Walk().read({"step": step}, ()).facts
         for step in (lambda state, x: x / zerofn.world_size(), lambda state, x: zerofn.remat(x))
     ]
     assert all("__wrapped__" not in path and "by_name" not in path for each in facts for path in each)
@@ -965,7 +965,7 @@ def test_a_check_tells_of_a_stale_capture_in_words(monkeypatch):
     for _ in range(4):  # the first is captured, the third is checked
         call(STATE, X)
     table["scale"] = 3.0
-    with pytest.raises(guards.StaleCapture, match=r"aten.mul.Tensor.*2.0.* is now .*3.0.*watch=\[\.\.\.\]"):
+    with pytest.raises(captures.StaleCapture, match=r"aten.mul.Tensor.*2.0.* is now .*3.0.*watch=\[\.\.\.\]"):
         call(STATE, X)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from zerofn.runtime.attributes import (
+from zerofn.guards.attributes import (
     attributes_of,
     held,
     is_config,

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from .._torch_compat import modes_in_force, num_global_hooks
-from .facts import Facts, Same, plain
+from .tokens import Facts, Same, plain
 
 _cuda, _backends = torch.backends.cuda, torch.backends
 _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (

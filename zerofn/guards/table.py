@@ -17,14 +17,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..util.classes import bases_of, held_by
-from .contents import Contents
-from .facts import plain
+from .tensors import Contents
+from .tokens import plain
 
 _item, _attribute = functools.cache(itemgetter), functools.cache(attrgetter)
 
 
-class Places:
-    """Places with the objects that they held when they were noted. `hold` says whether they still do."""
+class Table:
+    """Table with the objects that they held when they were noted. `hold` says whether they still do."""
 
     def __init__(self) -> None:
         self._columns: dict[Callable[[Any], Any], tuple[list[Any], list[Any]]] = {}  # way -> (holders, values)
