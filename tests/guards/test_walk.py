@@ -965,7 +965,7 @@ def test_a_check_tells_of_a_stale_capture_in_words(monkeypatch):
     for _ in range(4):  # the first is captured, the third is checked
         call(STATE, X)
     table["scale"] = 3.0
-    with pytest.raises(captures.StaleCapture, match=r"aten.mul.Tensor.*2.0.* is now .*3.0.*watch=\[\.\.\.\]"):
+    with pytest.raises(guards.StaleCapture, match=r"aten.mul.Tensor.*2.0.* is now .*3.0.*watch=\[\.\.\.\]"):
         call(STATE, X)
 
 
