@@ -23,7 +23,7 @@ TESTED_BY = {
     "checkpoint.trees": "checkpoint/test_mesh.py",
     "collectives.maps": "test_collectives.py",
     "comm.groups": "comm/test_mesh.py",
-    "comm.pending": "comm/test_transport.py",
+    "job.in_flight": "comm/test_transport.py",
     "cost.calibrate": "test_cli.py",
     "cost.host_share": "offload/test_policy.py",
     "cost.machine": "planning/test_planner.py",

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
-    from .comm.failures import abort
     from .comm.mesh import Mesh
     from .comm.present import rank, world_size
-    from .comm.reasons import because
     from .compile import compile
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
@@ -33,6 +31,8 @@ if TYPE_CHECKING:
     from .interop.dcp import export_dcp, load_dcp
     from .interop.deepspeed import from_deepspeed
     from .interop.deepspeed_checkpoint import load_deepspeed
+    from .job.failures import abort
+    from .job.reasons import because
     from .launch.run import run
     from .memory.remat import remat
     from .notebook.progress import progress
@@ -80,8 +80,8 @@ _WHERE = {
     "Precision": "sharding.precision",
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
-    "abort": "comm.failures",
-    "because": "comm.reasons",
+    "abort": "job.failures",
+    "because": "job.reasons",
     "abstract": "sharding.abstract",
     "compile": "compile",
     "copy": "sharding.copying",

@@ -12,10 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import passes, tree
-from .comm.agreement import agree_on, rank_and_size
-from .comm.failures import abandon
-from .comm.meetings import RanksOutOfStep, meetings
-from .comm.pending import pending
 from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
 from .graph.advice import no_leaf
@@ -23,6 +19,10 @@ from .graph.between_ranks import NumberedStep
 from .graph.captured import captured, dry_result
 from .graph.program import Program, tensor_of
 from .graph.same_graph import Outline
+from .job.agreement import agree_on, rank_and_size
+from .job.failures import abandon
+from .job.in_flight import pending
+from .job.step_order import RanksOutOfStep, meetings
 from .memory.host_allocator import keep_freed_memory
 from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker

@@ -124,8 +124,8 @@ def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict
     from zerofn import tree
     from zerofn.comm.axes import BETWEEN
     from zerofn.comm.lines import axes_along
-    from zerofn.comm.pending import pending
     from zerofn.comm.transport import SentBytes
+    from zerofn.job.in_flight import pending
     from zerofn.util.process import the
 
     mesh = zerofn.Mesh.make(**sizes)

@@ -125,7 +125,7 @@ def meet(rank: int, port: int) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     from zerofn.comm import transport  # noqa: F401  (defines the operations)
-    from zerofn.comm.meetings import meetings
+    from zerofn.job.step_order import meetings
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     group, shard = dist.group.WORLD.group_name, torch.ones(8)

@@ -1,5 +1,5 @@
 """Five faults of `benchmarks.checkpoint.chaos`: the run comes back each time, and ends with the bits of an undisturbed
-one. (Frozen ranks take longer: tests/comm/test_heartbeat.py.)
+one. (Frozen ranks take longer: tests/job/test_heartbeat.py.)
 """
 
 import pytest

@@ -12,7 +12,7 @@ import zerofn
 from tests.support.checkpoint_states import train_state
 from tests.support.same import assert_same_trees, first_difference
 from zerofn.checkpoint import CheckpointError, folder, owner, saving, tensor_file
-from zerofn.comm import agreement
+from zerofn.job import agreement
 
 OLD, NEW = 7, 8
 

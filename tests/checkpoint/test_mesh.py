@@ -17,8 +17,8 @@ from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.checkpoint.reports import described, differences
 from zerofn.checkpoint.sources import Checkpoint
-from zerofn.comm.agreement import agree
 from zerofn.comm.mesh import Mesh
+from zerofn.job.agreement import agree
 from zerofn.parallel import tensor
 from zerofn.parallel.cuts import Cut, equal
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from zerofn.comm import transport as _transport
-from zerofn.comm.meetings import meetings
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.pending import pending
+from zerofn.job.in_flight import pending
+from zerofn.job.step_order import meetings
 from zerofn.util.process import the
 
 ops = torch.ops.zerofn
@@ -191,7 +191,7 @@ def of_one_process(program):
 def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
 import threading, time
-from zerofn.comm.pending import pending
+from zerofn.job.in_flight import pending
 from zerofn.util.process import the
 def late():
     threading.main_thread().join()
@@ -204,7 +204,7 @@ threading.Thread(target=late).start()
 def test_posting_in_a_forked_process():
     assert of_one_process("""
 import os
-from zerofn.comm.pending import pending
+from zerofn.job.in_flight import pending
 from zerofn.util.process import the
 print(pending().post(lambda: "parent")(), flush=True)
 child = os.fork()
@@ -222,7 +222,7 @@ def test_who_leaves_has_sent_what_it_started_to(tmp_path):
         of_one_process(f"""
 import os, time, torch, torch.distributed as dist
 import zerofn.comm.transport
-from zerofn.comm.pending import pending
+from zerofn.job.in_flight import pending
 from zerofn.util.process import the
 from zerofn.comm.mesh import Mesh
 rank = int(os.fork() == 0)

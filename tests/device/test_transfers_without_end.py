@@ -11,7 +11,10 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import collectives
-from zerofn.comm import failures, pending, transport, watch
+from zerofn.comm import transport
+from zerofn.job import failures
+from zerofn.job import in_flight as pending
+from zerofn.job import watchdog as watch
 from zerofn.util.process import the
 
 FOR_EVER = 20.0  # seconds

@@ -14,10 +14,10 @@ from torch import nn
 
 import zerofn
 from zerofn import optim
-from zerofn.comm import agreement
-from zerofn.comm.failures import explained
 from zerofn.integrations.live import Live, LiveParameter, is_live, parameters_of
 from zerofn.integrations.modules import call_with
+from zerofn.job import agreement
+from zerofn.job.failures import explained
 
 
 class Tied(nn.Module):

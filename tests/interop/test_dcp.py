@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
-from zerofn.comm.agreement import agree
 from zerofn.comm.mesh import Mesh
+from zerofn.job.agreement import agree
 from zerofn.parallel.cuts import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")

@@ -23,9 +23,9 @@ from tests.support.small_steps import (
     unit_of,
 )
 from zerofn import Offload, optim, tree
-from zerofn.comm.pending import pending
 from zerofn.comm.transport import wait_
 from zerofn.graph.node_kinds import UPDATE, is_fetch
+from zerofn.job.in_flight import pending
 from zerofn.memory.arena import Arena
 from zerofn.offload import drive_tensor
 from zerofn.offload.disk import pages, scratch_space

@@ -22,8 +22,8 @@ from tests.support.small_steps import (
     train_step_of,
 )
 from zerofn import optim, tree
-from zerofn.comm.pending import pending
 from zerofn.graph.alias import positions
+from zerofn.job.in_flight import pending
 
 
 def with_norm(module):

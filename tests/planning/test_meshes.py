@@ -17,9 +17,9 @@ from zerofn import optim
 from zerofn.comm.axes import BETWEEN
 from zerofn.comm.lines import axes_along
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
+from zerofn.job.in_flight import pending
 from zerofn.parallel import context, split_sequence, tensor
 from zerofn.planning.meshes import meshes
 from zerofn.planning.planner import plan_step

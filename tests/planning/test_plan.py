@@ -10,8 +10,8 @@ import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import Offload, optim
 from zerofn.comm import transport
-from zerofn.comm.pending import pending
 from zerofn.cost.op_cost import READ, SENT, WRITTEN
+from zerofn.job.in_flight import pending
 from zerofn.offload.disk import Store
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))

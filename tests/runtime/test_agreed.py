@@ -10,8 +10,8 @@ from torch.func import functional_call
 
 import zerofn
 from zerofn import optim
-from zerofn.comm.agreement import agree_among
 from zerofn.comm.mesh import Mesh
+from zerofn.job.agreement import agree_among
 from zerofn.parallel import tensor
 
 SIZE = 700

@@ -15,9 +15,9 @@ from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.axes import EXPERT
 from zerofn.comm.mesh import Axis, Mesh
-from zerofn.comm.pending import pending
 from zerofn.comm.transport import SentBytes
 from zerofn.graph.resident import resident
+from zerofn.job.in_flight import pending
 from zerofn.parallel import tensor
 from zerofn.parallel.cuts import equal
 from zerofn.sharding.layout import make_layout

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from zerofn._torch_compat import OpOverload, tree_leaves
-from zerofn.comm import pending, transport
+from zerofn.comm import transport
+from zerofn.job import in_flight as pending
 from zerofn.memory import pinned
 from zerofn.memory.arena import Arenas
 from zerofn.offload import host_tensor, host_worker

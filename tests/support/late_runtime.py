@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from zerofn.comm import meetings, transport
-from zerofn.comm.pending import PendingTransfers, pending
+from zerofn.comm import transport
+from zerofn.job import step_order as meetings
+from zerofn.job.in_flight import PendingTransfers, pending
 from zerofn.memory.arena import Arena
 from zerofn.offload import host_worker
 from zerofn.offload.disk.engine import Engine, Request

@@ -20,6 +20,7 @@ ORDER = [
     "dry_run",
     "tracing",
     "memory",
+    "job",
     "comm",
     "deferred_init",
     "collectives",

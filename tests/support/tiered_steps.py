@@ -13,7 +13,7 @@ import zerofn
 from tests.support.captured_steps import TX, masked_batch, masked_step, run
 from tests.support.small_steps import apart, beside_drives, build, state_of
 from zerofn import Offload
-from zerofn.comm.pending import PendingTransfers, pending
+from zerofn.job.in_flight import PendingTransfers, pending
 from zerofn.memory.arena import Arena
 from zerofn.offload.host_worker import HostWorker
 from zerofn.util.errors import DiskError

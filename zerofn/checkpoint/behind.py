@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm.heartbeat import beside
+from ..job.heartbeat import beside
 from ..memory.host_allocator import zeros
 from ..util.errors import CheckpointError
 from ..util.process import the

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.agreement import rank_and_size
+from ..job.agreement import rank_and_size
 from ..util.errors import CheckpointError
 from . import as_json
 from .manifest import Manifest, read_manifest

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import tree
-from ..comm.agreement import exchange, first_difference, rank_and_size, together
+from ..job.agreement import exchange, first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
 from ..util.arguments import checked

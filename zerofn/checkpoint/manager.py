@@ -16,8 +16,8 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import rank_and_size, together, with_texts
 from ..dry_run.script import current_dry_run
+from ..job.agreement import rank_and_size, together, with_texts
 from ..memory.turns import outside_steps
 from ..util.arguments import checked
 from ..util.errors import CheckpointError

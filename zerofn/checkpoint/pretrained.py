@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..comm.agreement import first_difference, rank_and_size, together
+from ..job.agreement import first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
 from ..util.arguments import checked

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..comm.agreement import exchange, rank_and_size, together, with_texts
+from ..job.agreement import exchange, rank_and_size, together, with_texts
 from ..util.errors import CheckpointError
 from ..util.other_processes import machine, started
 from . import folder, steps

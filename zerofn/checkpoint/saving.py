@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..comm.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
+from ..job.agreement import difference_in_full, exchange, fingerprint, rank_and_size, together, with_texts
 from ..memory.turns import outside_steps
 from ..ops.same import checksum
 from ..sharding.sharded import Sharded, is_sharded

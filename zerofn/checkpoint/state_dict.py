@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..comm.agreement import together
+from ..job.agreement import together
 from ..memory.turns import outside_steps
 from ..parallel.overlaps import Region
 from ..util.arguments import checked

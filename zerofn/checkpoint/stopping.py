@@ -13,9 +13,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-from ..comm.agreement import rank_and_size
-from ..comm.failures import explained
-from ..comm.meetings import meetings
+from ..job.agreement import rank_and_size
+from ..job.failures import explained
+from ..job.step_order import meetings
 from ..util.process import the
 from .signals import Handlers
 

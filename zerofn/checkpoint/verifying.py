@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 
-from ..comm.agreement import rank_and_size, with_texts
+from ..job.agreement import rank_and_size, with_texts
 from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
 from ..util.errors import CheckpointError

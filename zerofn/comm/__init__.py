@@ -1,1 +1,1 @@
-"""Between ranks: the mesh, transfers as a start and a wait, agreement through the rendezvous store."""
+"""Between ranks: meshes and their axes, process groups, and transfers as a start and a wait."""

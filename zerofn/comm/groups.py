@@ -6,7 +6,7 @@ import weakref
 
 import torch.distributed as dist
 
-from .failures import refuse_in_fork
+from ..job.failures import refuse_in_fork
 
 
 class Groups:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from ..job.failures import group_named
 from .axes import BETWEEN
-from .failures import group_named
 from .mesh import FAKE, Mesh
 
 

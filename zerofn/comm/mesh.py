@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..dry_run.script import current_dry_run
+from ..job.environment import launch_of
+from ..job.failures import refuse_after_failure
+from ..job.rendezvous import fresh, store_at
 from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.process import the
-from .arrivals import fresh, store_at
 from .axes import BETWEEN, KINDS, USUAL, AxisKind, kind_of
-from .failures import refuse_after_failure
 from .groups import Groups
-from .launch import launch_of
 from .meshes import Meshes
 
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
+from ..job.failures import backend_on, group_named
+from ..job.in_flight import Works, pending
+from ..job.step_order import meetings
+from ..job.watchdog import watch
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
-from .failures import backend_on, group_named
-from .meetings import meetings
-from .pending import Works, pending
-from .watch import watch
 
 _MOVED_AS_THEY_ARE = (
     torch.float32,

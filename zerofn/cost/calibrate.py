@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..comm.agreement import exchange
-from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import all_gather_start, wait_
+from ..job.agreement import exchange
+from ..job.step_order import meetings
 from ..memory.turns import refuse_while_capturing
 from ..offload.disk.probe import probe
 from ..offload.policy import total_memory

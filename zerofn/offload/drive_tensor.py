@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import current_trace
-from ..comm.pending import pending
 from ..dry_run.fake_machine import host
+from ..job.in_flight import pending
 from ..memory.arena import arena_of, end, memory_at
 from ..memory.pinned import ForDrives
 from ..ops.registry import Lane, Moves, OnShard, Traits, define

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.pending import pending
 from ..dry_run.fake_machine import host
+from ..job.in_flight import pending
 from ..memory.host_allocator import zeros
 from ..memory.pinned import like, locked
 from ..ops.registry import Lane, Moves, OnShard, Traits, define

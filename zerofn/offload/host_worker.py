@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import below_autograd
-from ..comm.pending import pending
+from ..job.in_flight import pending
 from ..util.errors import said
 from ..util.process import the
 from .copy_engine import Landed, copies

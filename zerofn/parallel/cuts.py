@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.maps import rows_over
-from ..comm.failures import group_named
 from ..comm.mesh import Axis, Mesh
+from ..job.failures import group_named
 
 Intervals = tuple[tuple[int, int], ...]
 

@@ -16,10 +16,6 @@ import torch
 
 from .. import tree
 from ..collectives import all_gather
-from ..comm.agreement import agree_among, exchange, exchange_on
-from ..comm.agreement import fingerprint as _short
-from ..comm.failures import backend_on, group_named
-from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
 from ..graph.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..graph.capture import CaptureError
@@ -27,6 +23,10 @@ from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..guards.torch_settings import settings_of_all
+from ..job.agreement import agree_among, exchange, exchange_on
+from ..job.agreement import fingerprint as _short
+from ..job.failures import backend_on, group_named
+from ..job.step_order import meetings
 from ..optim.base import GradientTransformation
 from ..sharding.held_alike import Held, digests, first_unequal
 from .options import Options

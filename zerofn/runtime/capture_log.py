@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..comm.agreement import rank_and_size
 from ..graph.program import Program, tensor_of
+from ..job.agreement import rank_and_size
 from ..ops import cpu, cuda
 from ..util.sizes import in_words, time_in_words
 from .entry import Entry

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import agree_on
 from ..graph.moving import watching
 from ..graph.same_graph import Outline, difference
 from ..guards.tensors import Contents
@@ -30,6 +29,7 @@ from ..guards.tokens import Facts, Same, changed_paths, told, without
 from ..guards.torch_settings import facts_of, settings_now
 from ..guards.user_code import of_user
 from ..guards.walk import Walk
+from ..job.agreement import agree_on
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .agreed_steps import Reading

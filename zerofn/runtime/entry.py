@@ -5,13 +5,13 @@ from __future__ import annotations
 import weakref
 from typing import Any, NamedTuple
 
-from ..comm.agreement import agree_on
-from ..comm.failures import abandon
-from ..comm.meetings import digest_of
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_ours
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
+from ..job.agreement import agree_on
+from ..job.failures import abandon
+from ..job.step_order import digest_of
 from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
 from ..tree import PyTreeSpec

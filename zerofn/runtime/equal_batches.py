@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import exchange
 from ..comm.mesh import Mesh
+from ..job.agreement import exchange
 from ..ops.same import digest
 from ..sharding.sharded import is_sharded
 

@@ -16,10 +16,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd, without_autocast
-from ..comm.meetings import meetings
 from ..graph.alias import writes
 from ..graph.nested import is_nested
 from ..graph.node_kinds import ASIDE
+from ..job.step_order import meetings
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
 from ..tracing.grad_mode import grad_mode

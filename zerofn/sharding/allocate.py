@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.maps import ops
-from ..comm.failures import group_named
 from ..comm.mesh import Axis
-from ..comm.pending import pending
+from ..job.failures import group_named
+from ..job.in_flight import pending
 from ..memory.host_allocator import zeros
 from ..offload.disk import Store, pages, scratch_space
 from ..offload.drive_tensor import DriveTensor, handle_of

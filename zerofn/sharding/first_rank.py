@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..comm.agreement import exchange, fingerprint, rank_and_size
 from ..comm.mesh import Mesh
+from ..job.agreement import exchange, fingerprint, rank_and_size
 from ..ops.same import checksum
 from ..util.patches import Patches
 from .allocate import equalize

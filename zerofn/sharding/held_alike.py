@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..comm.agreement import exchange, fingerprint, rank_and_size
 from ..comm.mesh import Mesh
+from ..job.agreement import exchange, fingerprint, rank_and_size
 from ..ops.same import checksum
 from ..parallel.overlaps import region_of
 from .layout import Leaf, Unit

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
 from .._torch_compat import current_trace
-from ..comm.agreement import agree_on
 from ..comm.axes import USUAL
 from ..comm.mesh import Axis, Mesh
 from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
+from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
 from ..offload.disk import Store

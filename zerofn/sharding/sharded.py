@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.mesh import Mesh
-from ..comm.pending import pending
 from ..comm.transport import wait_
+from ..job.in_flight import pending
 from ..memory import donation
 from ..offload.host_worker import worker
 from ..util.html import preformatted, table

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import FakeTensor, above_autograd, current_trace, inside_functorch
-from ..comm.meetings import meetings
 from ..graph.advice import not_constant
+from ..job.step_order import meetings
 from ..memory.turns import plain_python
 from ..ops.registry import OnShard, Traits, define
 from ..random import fold_in

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ..collectives import all_gather
-from ..comm.failures import backend_on, group_named
-from ..comm.meetings import meetings
 from ..comm.mesh import Axis, Mesh
+from ..job.failures import backend_on, group_named
+from ..job.step_order import meetings
 from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
 

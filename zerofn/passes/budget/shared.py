@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...comm.agreement import agree_on, exchange, exchange_on
 from ...graph.program import Program
+from ...job.agreement import agree_on, exchange, exchange_on
 from .decision import Choice, as_text, from_text, names_of, order_of
 from .search import graphs
 

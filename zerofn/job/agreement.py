@@ -35,9 +35,9 @@ from .failures import (
     tell_others,
 )
 from .heartbeat import PATIENCE, Sign, channel_now, heartbeat, wait_until_heard
-from .meetings import meetings
 from .reasons import reason
 from .signed_store import PART, SignedStore
+from .step_order import meetings
 
 log = logging.getLogger("zerofn")
 

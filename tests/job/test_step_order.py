@@ -10,8 +10,8 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
 from zerofn import optim
-from zerofn.comm import agreement
-from zerofn.comm.meetings import Meetings, meetings
+from zerofn.job import agreement
+from zerofn.job.step_order import Meetings, meetings
 from zerofn.util.process import instead, the
 
 MODULE = build(2)

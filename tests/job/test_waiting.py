@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from zerofn.comm.pending import pending
-from zerofn.comm.waiting import Waiting
+from zerofn.job.in_flight import pending
+from zerofn.job.waiting import Waiting
 
 
 def seen(wait):

@@ -26,8 +26,8 @@ from torch import Tensor
 from ..memory.turns import refuse_while_capturing
 from ..util.process import the
 from .failures import Signs, abandon, apart, backend_on, group_named, is_there, last_text, store_of_job
-from .pending import Works, ended, pending
-from .watch import watch
+from .in_flight import Works, ended, pending
+from .watchdog import watch
 
 _BYTES = 160  # of a message: a digest and a name
 _DIGEST = 8

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from benchmarks.checkpoint import chaos
 from benchmarks.common.processes import free_port
 from tests.support.library import ROOT
-from zerofn.comm import agreement, heartbeat
-from zerofn.comm.failures import store_of_job
+from zerofn.job import agreement, heartbeat
+from zerofn.job.failures import store_of_job
 
 JOB = """
 import os, sys, time, torch, zerofn
@@ -39,7 +39,7 @@ init = lambda: zerofn.TrainState.create(params={"w": torch.ones(7)}, tx=optim.ad
 state, step = zerofn.shard(init, stage=3), zerofn.compile(train_step)
 for k, batch in enumerate(loader()):
     if how == "agreeing":
-        zerofn.comm.agreement.agree("batch", "x")
+        zerofn.job.agreement.agree("batch", "x")
     state, _ = step(state, batch)
     if how == "frozen" and sys.argv[3] and k == 0:
         if os.environ["RANK"] == sys.argv[2]:
@@ -106,7 +106,7 @@ def test_a_rank_that_is_frozen_in_a_step(tmp_path, which, saves):
 
 AGREEING = """
 import os, torch, zerofn
-from zerofn.comm import agreement
+from zerofn.job import agreement
 
 zerofn.shard({"params": {"w": torch.ones(7)}})
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -1,7 +1,7 @@
 """Why a rank does what all must do."""
 
 import zerofn
-from zerofn.comm.reasons import reason
+from zerofn.job.reasons import reason
 
 
 def test_the_innermost_reason_counts_and_has_its_line():

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import zerofn
 from tests.support.checkpoint_states import train_state
 from zerofn._torch_compat import default_store
-from zerofn.comm import agreement, failures
-from zerofn.comm.signed_store import PART, SignedStore
+from zerofn.job import agreement, failures
+from zerofn.job.signed_store import PART, SignedStore
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import torch.distributed as dist
 import zerofn
 from benchmarks.common.processes import free_port
 from zerofn import collectives
-from zerofn.comm import failures
-from zerofn.comm.failures import Signs
+from zerofn.job import failures
+from zerofn.job.failures import Signs
 from zerofn.util.process import instead, the
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.common.processes import free_port
-from zerofn.comm.launch import Launch, first_host, launch_of
+from zerofn.job.environment import Launch, first_host, launch_of
 
 HERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {

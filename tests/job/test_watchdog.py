@@ -10,7 +10,9 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import collectives
-from zerofn.comm import agreement, failures, pending, watch
+from zerofn.job import agreement, failures
+from zerofn.job import in_flight as pending
+from zerofn.job import watchdog as watch
 from zerofn.util.process import the
 
 

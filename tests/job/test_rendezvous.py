@@ -15,7 +15,7 @@ import zerofn
 from benchmarks.common.processes import free_port
 from tests.support.library import ROOT
 from tests.support.same import assert_same_trees
-from zerofn.comm import arrivals
+from zerofn.job import rendezvous as arrivals
 
 
 def attempt(store, size, late=()):

@@ -18,7 +18,7 @@ from ..util.user_line import at_line, user_line
 
 # Whose frame is the innermost one while the host waits: torch's collectives, and our transfers.
 _TORCHS = tuple(f"{Path(dist.__file__).parent}/{x}" for x in ("distributed_c10d.py", "_functional_collectives.py"))
-_OURS = tuple(f"{Path(__file__).parent}/{x}" for x in ("pending.py", "transport.py"))
+_OURS = tuple(f"{Path(__file__).parent.parent}/{x}" for x in ("job/in_flight.py", "comm/transport.py"))
 _CALLS = f"{Path(dist.__file__).parent.parent}/_ops.py"  # an operation is called through it
 
 

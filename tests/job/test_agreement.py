@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from zerofn.comm import agreement, failures, heartbeat
+from zerofn.job import agreement, failures, heartbeat
 
 
 def agreeing():
