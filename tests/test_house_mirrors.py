@@ -170,6 +170,7 @@ TESTED_BY = {
     "sharding.leaf_choices": "sharding/test_layout.py",
     "sharding.allocate": "offload/test_drive_tensor.py",
     "sharding.gather_scatter": "sharding/test_sharded.py",
+    "sharding.partition": "sharding/test_spec.py",
     "sharding.state_tree": "sharding/test_shard.py",
     "sharding.whole_leaves": "optim/test_whole_leaves.py",
     "training.extra": "training/test_train_state.py",

@@ -341,7 +341,7 @@ def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = 
     sizes = None if mesh is None else {axis.name: axis.size for axis in mesh.axes}
     found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
     chosen = found.options
-    step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"], chosen["hpz"])
+    step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"], chosen["again"])
     return Found(step, chosen["mesh"], chosen["precision"])
 
 

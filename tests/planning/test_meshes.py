@@ -375,7 +375,8 @@ def over_all():
     mesh, table = Mesh.make(replicate=2, data=2), planned({"replicate": 2, "data": 2}, 3, hpz=True)
     with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
         zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh, hpz=True)
-    return zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params.spec.hpz
+    params = zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params
+    return params.spec.partition.again is not None
 
 
 def test_shard_cuts_the_state_as_the_plan_recommends(ranks):
@@ -470,10 +471,10 @@ def test_shards_are_cut_over_replicas_where_they_do_not_fit_without():
     least = planned(sizes, 3)[0].needs.device
     for memory, tried in ((least, {False}), (least - 1, {False, True})):
         rows = [x for x in auto(two_nodes, memory=memory, stage=3, remat=None) if x.config.sizes == sizes]
-        assert {row.config.hpz for row in rows} == tried
+        assert {row.config.again for row in rows} == tried
         assert {row.cells()[1] for row in rows} == {"3 hpz" if hpz else "3" for hpz in tried}
     away = auto(two_nodes, memory=least - 1, stage=3, remat=None, offload=zerofn.Offload(params="nvme"))
-    assert not any(row.config.hpz for row in away)  # it has no effect beside offloaded parameters
+    assert not any(row.config.again for row in away)  # it has no effect beside offloaded parameters
 
 
 def test_a_higher_stage_is_tried_where_a_lower_one_has_too_little():

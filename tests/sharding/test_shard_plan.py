@@ -7,6 +7,7 @@ from zerofn import Precision, TrainState, optim, tree
 from zerofn.comm.mesh import Axis, Mesh
 from zerofn.offload.policy import Offload
 from zerofn.ops.codecs import E4M3, E5M2, PLAIN, SIGNED, SPLIT
+from zerofn.sharding.partition import Partition
 from zerofn.sharding.precision import NAMED
 from zerofn.sharding.shard_plan import (
     ReplicatedPart,
@@ -23,8 +24,8 @@ CPU = torch.device("cpu")
 
 
 def policy(stage=3, precision=None, offload=None, size=2):
-    precision = precision or Precision()
-    return ShardPolicy(stage, Mesh((Axis("data", size),)), precision, None, None, offload or Offload(), CPU, {})
+    partition = Partition(Mesh((Axis("data", size),)))
+    return ShardPolicy(stage, partition, precision or Precision(), None, None, offload or Offload(), CPU, {})
 
 
 def params():

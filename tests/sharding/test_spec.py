@@ -21,8 +21,9 @@ from zerofn.job.in_flight import pending
 from zerofn.parallel import tensor
 from zerofn.parallel.cuts import equal
 from zerofn.sharding.layout import make_layout
+from zerofn.sharding.partition import Partition
 from zerofn.sharding.precision import Precision
-from zerofn.sharding.spec import Spec, nested
+from zerofn.sharding.spec import Spec
 from zerofn.util.process import the
 
 STEPS = 3
@@ -44,9 +45,10 @@ def specs(sizes, stage=3, hpz=False):
 
     params = {"dense": torch.zeros(9001, device="meta"), "experts": torch.zeros(4, 3000, device="meta")}
     for mesh in meshes(sizes):
-        axes = [nested(x, mesh.replicas) if hpz else x for x in (mesh.shards, mesh.shards_of_experts)]
+        partition = Partition(mesh, mesh.replicas if hpz else None)
+        axes = [partition.over(experts) for experts in (False, True)]
         options = {"axis": axes[0].name, "of_experts": axes[1].size, "slice_of": slice_of}
-        yield Spec(make_layout(params, axes[0].size, **options), mesh, stage, Precision(), hpz=hpz)
+        yield Spec(make_layout(params, axes[0].size, **options), partition, stage, Precision())
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def hpz_and_without(sizes, name, captured, num_microbatches):
     mesh, (tx, options) = Mesh.make(**sizes), RULES[name]
     without = trained(mesh, tx, captured, num_microbatches, **options)
     hpz = trained(mesh, tx, captured, num_microbatches, hpz=True, **options)
-    assert hpz[2].params.spec.hpz and not without[2].params.spec.hpz
+    assert hpz[2].params.spec.partition.again and not without[2].params.spec.partition.again
     return without[:2], hpz[:2]
 
 

@@ -151,10 +151,7 @@ def _check(offload: Offload, copies: str, device: torch.device) -> None:
             "'nvme', or write offload=None."
         )
     if offload.params and copies:
-        raise ValueError(
-            f"Offload(params=...) has no effect {copies}, where every rank holds a gathered copy "
-            "of the parameters; use stage=3 without hpz, or offload the optimizer alone."
-        )
+        raise ValueError(f"Offload(params=...) has no effect {copies}, or offload the optimizer alone.")
     if is_host(device) and offload.update != "auto":
         raise ValueError(
             f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "

@@ -17,7 +17,7 @@ from .plan import Plan
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
     rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cuts`: the argument of that name as written,
-    empty where no leaf is cut over one.
+    empty where no leaf is cut over one. `again`: whether each shard is cut once more, over the replicas (hpZ).
     """
 
     stage: int
@@ -29,7 +29,7 @@ class Config(NamedTuple):
     machine: str = "machine"  # as written in an argument
     mesh: tuple[tuple[str, int], ...] = ()
     cuts: str = ""
-    hpz: bool = False
+    again: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,7 +49,7 @@ class Config(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments for `shard`."""
-        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "hpz": self.hpz or None}
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "hpz": self.again or None}
         return {name: value for name, value in given.items() if value is not None}
 
     def label(self, with_rows: bool = True) -> str:
@@ -60,7 +60,7 @@ class Config(NamedTuple):
         parts = (
             self.on_axes and self.grid,
             f"stage {self.stage}",
-            self.hpz and "hpz",
+            self.again and "hpz",
             offload,
             self.precision and _short(self.precision),
             remat,
@@ -206,7 +206,7 @@ class Row:
         """Return its cells of the table."""
         c, plan = self.config, self.plan
         about = "~ " if self.estimate is not None else ""
-        stage = f"{c.stage} hpz" if c.hpz else str(c.stage)
+        stage = f"{c.stage} hpz" if c.again else str(c.stage)
         out = [c.grid, stage, _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}

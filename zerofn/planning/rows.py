@@ -52,7 +52,8 @@ class Layers(NamedTuple):
 
 class Step(NamedTuple):
     """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
-    the cuts as code, where they are not the usual ones. `otherwise`: what is planned where this cannot be.
+    the cuts as code, where they are not the usual ones. `again`: as in `Config`. `otherwise`: what is planned where
+    this cannot be.
     """
 
     train_step: Callable[[Any, Any], Any]
@@ -60,7 +61,7 @@ class Step(NamedTuple):
     batch: Any
     cuts: Cuts | None = None
     unit: Callable[[str], str] | None = None
-    hpz: bool = False
+    again: bool = False
     layers: Layers | None = None
     written: str = ""
     otherwise: Callable[[], Step] | None = None
@@ -186,9 +187,9 @@ class RowPlanner:
         cuts = (self._step.written or _usual_cuts(self._mesh)) if self._step.cuts else ""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
-                if self._step.hpz and asked.stage == ALL and config.stage != STAGES[-1]:
+                if self._step.again and asked.stage == ALL and config.stage != STAGES[-1]:
                     continue  # it has no effect there
-                yield config._replace(machine=self._written, cuts=cuts, hpz=self._step.hpz)
+                yield config._replace(machine=self._written, cuts=cuts, again=self._step.again)
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
@@ -245,7 +246,7 @@ class RowPlanner:
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
             given = config.precision, config.offload, self._step.unit, self._step.cuts
-            return shard_fake(first, config.stage, self._mesh, *given, config.hpz)
+            return shard_fake(first, config.stage, self._mesh, *given, config.again)
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
         """Return the captured step of rank 0, and of every rank of an axis whose ranks run other operations: the one

@@ -21,12 +21,12 @@ def _alone(planner: RowPlanner, config: Config) -> list[Row]:
     return [planner.row(config)]
 
 
-def _with_hpz(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
+def _with_cut_again(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
     """Yield configurations, and those at stage 3 once more with each shard cut over the replicas, if there are any."""
     for config in configs:
         yield config
-        if config.stage == STAGES[-1] and mesh.replicas.size > 1 and config.offload is None and not config.hpz:
-            yield config._replace(hpz=True)
+        if config.stage == STAGES[-1] and mesh.replicas.size > 1 and config.offload is None and not config.again:
+            yield config._replace(again=True)
 
 
 def _shape(sizes: Sizes) -> Sizes:
@@ -141,10 +141,10 @@ class Search:
         rows: list[Row] = []
         narrowed, done = asked.stage == list(STAGES), set[Config]()
         ways = self._ways(step, mesh, planner, asked)
-        for config in _with_hpz(planner.configs(asked), mesh):
-            alike = config._replace(stage=0, hpz=False)
-            if alike in done and (narrowed or config.hpz):
-                continue  # a lower stage fits, or one without hpz, which saves nothing but memory
+        for config in _with_cut_again(planner.configs(asked), mesh):
+            alike = config._replace(stage=0, again=False)
+            if alike in done and (narrowed or config.again):
+                continue  # a lower stage fits, or shards that are cut once: the second cut saves nothing but memory
             if narrowed and config.stage < STAGES[-1] and mesh.shards.size == 1:
                 continue  # all stages are the same
             for row in ways(config):

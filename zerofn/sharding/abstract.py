@@ -13,6 +13,7 @@ import torch
 from .. import tree
 from ..comm.mesh import Mesh
 from .layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
+from .partition import Partition
 from .precision import Precision
 from .sharded import Sharded, is_sharded
 from .spec import Spec
@@ -115,7 +116,7 @@ class _Abstract(Sharded):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
-        replicas = 1 if spec.hpz else spec.mesh.replicas.size
+        replicas = spec.shared_over.size if spec.shared_over else 1
         units = []
         for x in layout.units:
             places, block = self.places[x.name, x.size], padded_to(x.num_shards, replicas)
@@ -152,7 +153,7 @@ def _here(
         Unit(name, leaves, padded(stop, block), trainable, dtype, axis.size)
         for name, leaves, stop, trainable, dtype in units
     )
-    spec = Spec(Layout(own, treedef, axis.name), mesh, stage, precision, halves)
+    spec = Spec(Layout(own, treedef, axis.name), Partition(mesh), stage, precision, halves)
     cut = Sharded(spec, ())
     cut._storages = tuple(
         _on_this_device(x) if unit.size else replace(x, placement=None) for x, unit in zip(storages, own, strict=True)

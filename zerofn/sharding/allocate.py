@@ -145,7 +145,7 @@ def lacks_copy(sharded: Sharded) -> bool:
 
 
 def refill(sharded: Sharded) -> None:
-    """Gather the copy that stages 1 and 2, and hpZ, hold beside parameters again, if an unflatten has dropped it.
+    """Gather the copy that parameters hold beside their shards again, if an unflatten has dropped it.
 
     The shards become views of it if dtypes agree, so nothing is held twice. All ranks must call it.
     """

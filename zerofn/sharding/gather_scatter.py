@@ -87,9 +87,9 @@ def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
     axis, replicas = spec.within(unit), spec.mesh.replicas
     shard = ReduceScatter(axis, unit.name)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
-    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; with hpZ its first half
+    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
         (shard,) = ReduceScatter(replicas, unit.name)(shard)
-        if not spec.hpz:
+        if spec.shared_over:
             shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
     if axis.size > 1 and spec.num_shards(unit) == 1:

@@ -37,17 +37,9 @@ from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .gather_scatter import gather_leaves
 from .layout import Layout, Unit
+from .partition import Partition, partition_of
 from .precision import Precision, resolve
-from .shard_plan import (
-    ReplicatedPart,
-    ShardedPart,
-    ShardPolicy,
-    check_hpz,
-    check_stage,
-    description,
-    given_cuts,
-    plan_state,
-)
+from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, given_cuts, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 
@@ -127,7 +119,7 @@ def _shard_dry(state_or_init: Any, stage: int, where: Mesh, precision: Any, unit
         grid = Mesh((Axis(USUAL, 1),)) if where.ranks else where
         alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
         state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
-    chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "hpz": hpz}
+    chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "again": hpz}
     dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
     return state
 
@@ -189,8 +181,7 @@ def shard_fake(
     machine = fake_machine()
     assert machine is not None
     check_stage(stage)
-    check_hpz(hpz, stage, mesh)
-    policy = _policy(state, stage, mesh, resolve(precision), unit, None, offload, cuts, hpz)
+    policy = _policy(state, stage, partition_of(mesh, stage, hpz), resolve(precision), unit, None, offload, cuts)
     parts, treedef = plan_state(state, policy)
     scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
     return tree.unflatten(
@@ -216,10 +207,10 @@ def _plan(
     and a description.
     """
     check_stage(stage)
-    check_hpz(hpz, stage, mesh)
+    partition = partition_of(mesh, stage, hpz)
     precision, device = resolve(precision), _numbered(device)
     state, replay = _initial(state_or_init, precision)
-    policy = _policy(state, stage, mesh, precision, unit, device, offload, cuts, hpz)
+    policy = _policy(state, stage, partition, precision, unit, device, offload, cuts)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
         _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
@@ -227,7 +218,7 @@ def _plan(
     names, lines = tree.field_names(tree.structure(state)), list[str]()
     if mesh.num_ranks > 1:
         lines = replay.lines(names) if replay else lines_of_values(names, given)
-    return (policy, given, lines, parts, treedef), description(stage, precision, hpz, parts)
+    return (policy, given, lines, parts, treedef), description(stage, precision, partition, parts)
 
 
 def _numbered(device: Any) -> torch.device | None:
@@ -241,19 +232,17 @@ def _numbered(device: Any) -> torch.device | None:
 def _policy(
     state: Any,
     stage: int,
-    mesh: Mesh,
+    partition: Partition,
     precision: Precision,
     unit: Any,
     device: torch.device | None,
     offload: Any,
     cuts: Any,
-    hpz: bool,
 ) -> ShardPolicy:
     """Return the policy, completed by where the state is."""
     home = device or device_of(state)
-    copies = "with hpz" if hpz else "at stages 1 and 2" if stage in (1, 2) and mesh.shards.size > 1 else ""
-    placed = resolve_offload(offload, copies, home)
-    return ShardPolicy(stage, mesh, precision, unit, device, placed, home, given_cuts(cuts), hpz)
+    placed = resolve_offload(offload, partition.copies(stage), home)
+    return ShardPolicy(stage, partition, precision, unit, device, placed, home, given_cuts(cuts))
 
 
 def _is_function(state_or_init: Any) -> bool:

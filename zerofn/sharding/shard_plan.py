@@ -19,8 +19,9 @@ from ..parallel.overlaps import makes_up
 from ..util.arguments import told
 from ..util.errors import nearest
 from .layout import Layout, LeafInfo, make_layout
+from .partition import Partition
 from .precision import Precision
-from .spec import Spec, nested
+from .spec import Spec
 from .state_tree import is_state, layout_like, params_of, signature_of, sublayouts
 from .storage import Placement, StorageSpec
 
@@ -68,19 +69,23 @@ class ReplicatedPart:
 class ShardPolicy:
     """The arguments of `shard`, resolved.
 
-    `mesh`: the ranks, and what each axis of them shares. `unit`: leaf name -> unit name. `device`: where shards are
+    `partition`: over which ranks units are cut. `unit`: leaf name -> unit name. `device`: where shards are
     stored, None for where the parameters are. `home`: where the model computes. `cuts`: of leaves, by name.
     """
 
     stage: int
-    mesh: Mesh
+    partition: Partition
     precision: Precision
     unit: Callable[[str], str] | None
     device: torch.device | None
     offload: Offload
     home: torch.device
     cuts: Mapping[str, tuple[Cut, ...]]
-    hpz: bool = False
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, and what each axis of them shares."""
+        return self.partition.mesh
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
         """Return the shape of this rank's slice of a leaf, and its cuts."""
@@ -89,7 +94,7 @@ class ShardPolicy:
 
     def spec(self, layout: Layout, halves: bool = False) -> Spec:
         """Return the spec of a `Sharded` with this layout."""
-        return Spec(layout, self.mesh, self.stage, self.precision, halves, self.hpz)
+        return Spec(layout, self.partition, self.stage, self.precision, halves)
 
 
 def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
@@ -139,44 +144,19 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
             f"dict(model.named_parameters()); got {type(params).__name__}."
         )
     frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
-    mesh = policy.mesh
-    axis, of_experts = (nested(x, mesh.replicas) if policy.hpz else x for x in (mesh.shards, mesh.shards_of_experts))
+    axis, shared = policy.partition.over(experts=False), policy.partition.shared_over
     return make_layout(
         params,
         axis.size,
         axis=axis.name,
-        of_experts=of_experts.size,
-        replicas=1 if policy.hpz else mesh.replicas.size,
+        of_experts=policy.partition.over(experts=True).size,
+        replicas=shared.size if shared else 1,
         unit=policy.unit,
         dtype=policy.precision.param,
         slice_of=policy.slice_of,
         trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
         label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
     )
-
-
-def check_hpz(hpz: Any, stage: int, mesh: Mesh) -> None:
-    """Raise `TypeError` or `ValueError` for an `hpz` that is no bool, or that has no effect on this mesh."""
-    if not isinstance(hpz, bool):
-        raise TypeError(f"shard: hpz={hpz!r} is neither True nor False.")
-    if not hpz:
-        return
-    sizes = ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
-    if stage != 3:
-        raise ValueError(
-            f"shard: hpz=True has no effect at stage {stage}: it is about parameters that are gathered for each use. "
-            "Write stage=3, or leave hpz out."
-        )
-    if mesh.replicas.size == 1:
-        raise ValueError(
-            f"shard: hpz=True has no effect on a mesh of {sizes}: there is no axis 'replicate' of several ranks that "
-            "the state could be cut over, too. Write mesh=zerofn.Mesh.make(replicate=nodes, data=-1), or leave hpz out."
-        )
-    if mesh.shards.size == 1:
-        raise ValueError(
-            f"shard: hpz=True on a mesh of {sizes} would gather parameters among one rank, which is stage 2 on "
-            f"zerofn.Mesh.make(data={mesh.replicas.size}); write that, or give 'data' the ranks of a node."
-        )
 
 
 def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:
@@ -281,9 +261,11 @@ def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:
     return {path: x for path, x in zip(treedef.paths(), nodes, strict=True) if wanted(x)}
 
 
-def description(stage: int, precision: Precision, hpz: bool, parts: list[ShardedPart | ReplicatedPart]) -> str:
+def description(
+    stage: int, precision: Precision, partition: Partition, parts: list[ShardedPart | ReplicatedPart]
+) -> str:
     """Describe what ranks must agree about, one line each, so that a difference can be shown."""
-    lines = [f"stage {stage}{', hpz' * hpz}, {precision}"]
+    lines = [f"stage {stage}{f', and over {partition.again.name}' if partition.again else ''}, {precision}"]
     for part in parts:
         if isinstance(part, ReplicatedPart):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")

@@ -17,7 +17,7 @@ from ..memory import donation
 from ..offload.host_worker import worker
 from ..util.html import preformatted, table
 from .layout import Layout, Leaf
-from .spec import Spec, nested
+from .spec import Spec
 from .storage import StorageSpec, Stored, stored
 
 _NO_DICT = (
@@ -39,7 +39,7 @@ class Sharded:
     def __init__(self, spec: Spec, shards: Iterable[Tensor | Stored], full: Sequence[Tensor] | None = None) -> None:
         self.spec = spec
         self._kept = tuple(shards)
-        self._copies = full  # stages 1 and 2, hpZ: the gathered copy, a cache beside the tree
+        self._copies = full  # the gathered copy, a cache beside the tree: see `Partition`
         self._pending = 0  # the generation of the transfers that fill it, until somebody waits for them
         self._storages: tuple[StorageSpec, ...] = ()  # after the shards were donated
         self._lost: str | None = None
@@ -87,7 +87,7 @@ class Sharded:
 
     @property
     def copies(self) -> Sequence[Tensor] | None:
-        """The gathered copy of every unit, with hpZ of a part of it, perhaps in flight; None if there is none."""
+        """The gathered copy of every unit, or of a part of it, perhaps in flight; None if there is none."""
         if self._pending and self._pending != pending().generation:
             self.forget_copies()  # a failed step has cut off all transfers, or this is a forked process
         return self._copies
@@ -273,7 +273,7 @@ def _title(sharded: Sharded) -> str:
     spec = sharded.spec
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
-    rank = nested(spec.mesh.shards, spec.mesh.replicas) if spec.hpz else spec.mesh.shards
+    rank = spec.partition.over(experts=False)
     return (
         f"{len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); stage {spec.stage}, "
         f"rank {rank.rank} of {rank.size} holds {held:,} bytes"

@@ -1,8 +1,8 @@
 """Over which ranks the units of a `Sharded` are cut, and along which axes they are gathered.
 
 A unit is cut into shards over the ranks of one axis: along `data` and `context`, and along `expert` too unless it
-consists of experts. With hpZ each of these parts is cut once more, along `replicate`, and parameters hold such a part
-as a copy, from which units are gathered among the ranks of a node.
+consists of experts. Each of these parts may be cut once more, along `replicate` (see `Partition`), and parameters hold
+such a part as a copy, from which units are gathered among the ranks of a node.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..collectives.maps import rows_over
-from ..comm.axes import BETWEEN
 from ..comm.mesh import Axis, Mesh
 from ..parallel.cuts import counts
 from .layout import Layout, Leaf, Unit, restrict
+from .partition import Partition
 from .precision import Precision
 
 _signatures: dict[Any, int] = {}
@@ -40,11 +40,15 @@ class Spec:
     """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
 
     layout: Layout
-    mesh: Mesh = field(compare=False)
+    partition: Partition = field(compare=False)
     stage: int = field(compare=False)
     precision: Precision = field(compare=False)
     halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
-    hpz: bool = field(default=False, compare=False)  # whether each shard is cut once more, over the replicas
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks, and what each axis of them shares."""
+        return self.partition.mesh
 
     @property
     def axis(self) -> str:
@@ -53,30 +57,27 @@ class Spec:
 
     def within(self, unit: Unit) -> Axis:
         """Return the ranks that a unit is cut over first, and along which it is gathered before each use."""
-        return self.mesh.shards_of_experts if unit.of_experts else self.mesh.shards
+        return self.partition.first(unit.of_experts)
 
     def axis_of(self, unit: Unit) -> Axis:
-        """Return the ranks that a unit is cut over, in the order of its shards. With hpZ, no transfer goes over all of
-        them at once: see `steps`.
+        """Return the ranks that a unit is cut over, in the order of its shards. A transfer may not go over all of them
+        at once: see `steps`.
         """
-        within = self.within(unit)
-        return nested(within, self.mesh.replicas) if self.hpz else within
+        return self.partition.over(unit.of_experts)
 
     def steps(self, unit: Unit, from_copy: bool = False) -> tuple[Axis, ...]:
         """Return the axes along which shards become the whole unit, one after the other. `from_copy`: those along which
         the copy does, which is gathered along `copied_over`.
         """
-        if self.hpz:
-            return (self.within(unit),) if from_copy else (self.mesh.replicas, self.within(unit))
-        return () if from_copy or self.num_shards(unit) == 1 else (self.within(unit),)
+        axes = () if self.num_shards(unit) == 1 else self.partition.axes(unit.of_experts)
+        copied = self.partition.copied_over(self.stage, unit.of_experts) if from_copy else None
+        return tuple(axis for axis in axes if axis != copied)
 
     def copied_over(self, unit: Unit) -> Axis | None:
-        """Return the axis along which shards become the copy that parameters hold beside them; None if they hold none.
-
-        At stages 1 and 2 it is the whole unit, with hpZ the part of it that the ranks of a node share.
+        """Return the axis along which shards become the copy that parameters hold beside them; None if they hold none,
+        or nothing of the unit. See `Partition`.
         """
-        axis = self.mesh.replicas if self.hpz else self.within(unit) if self.stage in (1, 2) else None
-        return axis if axis is not None and axis.size > 1 and unit.size else None
+        return self.partition.copied_over(self.stage, unit.of_experts) if unit.size else None
 
     @property
     def has_copies(self) -> bool:
@@ -86,13 +87,12 @@ class Spec:
     @property
     def shared_over(self) -> Axis | None:
         """The ranks that have the same shards as this one, with other rows of the batch; None if there are none."""
-        return None if self.hpz or self.mesh.replicas.size == 1 else self.mesh.replicas
+        return self.partition.shared_over
 
     @property
     def rows(self) -> tuple[Axis, ...]:
         """The axes along which ranks have other shards of the same slices, the one that is cut last first."""
-        within = self.mesh.shards_of_experts
-        return (self.mesh.replicas, within) if self.hpz else (within,)
+        return self.partition.axes(experts=True)
 
     def counts(self, leaf: Leaf) -> bool:
         """Return whether this rank's elements of a leaf are to be counted: no rank before it has the same slice."""
@@ -165,12 +165,3 @@ def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     for axis in axes[1:]:
         rows = rows_over(rows, axis).flatten(0, 1)
     return rows
-
-
-def nested(within: Axis, beyond: Axis) -> Axis:
-    """Return the ranks of two axes as one, for units that are cut along `within`, and each part along `beyond`."""
-    if beyond.size == 1:
-        return within
-    return Axis(
-        f"{within.name}{BETWEEN}{beyond.name}", within.size * beyond.size, within.rank * beyond.size + beyond.rank
-    )
