@@ -49,7 +49,7 @@ def check(layout, params):
     assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in leaves]
     assert len({u.name for u in layout.units}) == len(layout.units)
     for unit in layout.units:
-        assert unit.size % (SHARD_MULTIPLE * unit.num_shards) == 0 and unit.size > 0
+        assert unit.size % (SHARD_MULTIPLE * unit.num_shards) == 0 and (unit.size > 0) == (unit.numel > 0)
         end = 0
         for leaf in unit.leaves:
             assert leaf.offset % ALIGN == 0 and end <= leaf.offset < end + ALIGN
@@ -205,7 +205,8 @@ def test_scalars_and_empty_leaves():
     check(layout, params)
     (unit,) = layout.units
     assert unit.size == 3 * SHARD_MULTIPLE and unit.numel == 6
-    check(make_layout({"e": z(0)}, 2), {"e": z(0)})
+    check(nothing := make_layout({"e": z(0)}, 2), {"e": z(0)})
+    assert nothing.units[0].size == 0
 
 
 def test_equal_layouts_hash_alike_whatever_order_the_dict_has():
