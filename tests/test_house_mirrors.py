@@ -66,6 +66,7 @@ TESTED_BY = {
     "integrations.transformers.adapters": "integrations/test_adapters.py",
     "integrations.transformers.gathering": "integrations/test_trl.py",
     "integrations.transformers.padding": "integrations/test_padding.py",
+    "integrations.transformers.per_token": "integrations/test_padding.py",
     "integrations.modules": "integrations/test_transformers.py",
     "integrations.transformers.arguments": "integrations/test_transformers.py",
     "integrations.transformers.evaluation": "integrations/test_transformers_evaluation.py",

@@ -364,6 +364,61 @@ def test_skipped_updates_are_in_the_logs(tmp_path):
     assert [x.get("skipped_updates") for x in trainer.state.log_history] == [None, 1, 1, 1, None]
 
 
+def masked(where):
+    """Return a collator that pads on that side, with a mask and a weight for each token."""
+
+    def collate(batch):
+        longest = max(len(x["input_ids"]) for x in batch)
+
+        def pad(x, value):
+            more = longest - len(x)
+            return torch.nn.functional.pad(x, (more, 0) if where == "left" else (0, more), value=value)
+
+        found = {
+            name: torch.stack([pad(x[name], v) for x in batch]) for name, v in (("input_ids", 0), ("labels", -100))
+        }
+        found["attention_mask"] = torch.stack([pad(torch.ones_like(x["input_ids"]), 0) for x in batch])
+        return found | {"w": found["attention_mask"] * found["input_ids"].sin().abs()}
+
+    return collate
+
+
+def looking(library, folder, case, **more):
+    """Train with a loss that looks at what other losses mask, or with weights for each token."""
+    where = case.split()[0]
+
+    class Looking(library.Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            w, labels = inputs.pop("w"), inputs["labels"]
+            out = model(**inputs)
+            loss = out.loss + out.logits[:, -1].square().mean() + out.logits.mean(1).square().mean()
+            if "weights" in case:
+                each = torch.nn.functional.cross_entropy(
+                    out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+                )
+                loss = (each * w[:, 1:].flatten()).sum() / w.sum()
+            return (loss, out) if return_outputs else loss
+
+    more = {"max_steps": 3, "remove_unused_columns": False, **more}
+    trainer = Looking(
+        build(), library.TrainingArguments(**options(folder, **more)),
+        train_dataset=rows(48, odd=True), eval_dataset=rows(6, odd=True), data_collator=masked(where),
+    )  # fmt: skip
+    trainer.train()
+    return [*losses(trainer), trainer.evaluate()["eval_loss"]]
+
+
+@pytest.mark.parametrize(
+    "case, more",
+    [("left", {}), ("left", {"gradient_accumulation_steps": 2}), ("right", {"pad_to_multiple_of": 1}),
+     ("right, weights", {}), ("right, weights", {"gradient_accumulation_steps": 2, "pad_to_multiple_of": 3})],
+)  # fmt: skip
+def test_a_loss_that_looks_at_padding_or_has_weights_for_tokens(tmp_path, case, more):
+    plain = {k: v for k, v in more.items() if k != "pad_to_multiple_of"}
+    mine = looking(zerofn.integrations.transformers, tmp_path, case, **more)
+    np.testing.assert_allclose(mine, looking(transformers, tmp_path, case, **plain), rtol=1e-6)
+
+
 def ragged_on_ranks(folder, rank_rows, steps):
     args = TrainingArguments(**options(folder, per_device_train_batch_size=rank_rows, max_steps=steps, stage=3,
                                        per_device_eval_batch_size=rank_rows))  # fmt: skip
@@ -387,11 +442,16 @@ def on_ranks(folder):
     trainer = Trainer(build(), TrainingArguments(**options(folder)), train_dataset=rows(), callbacks=[OwnRate()])
     with pytest.raises(ValueError, match=r"rank 1's are others than rank 0's. Rank \d has the learning rates"):
         trainer.train()
+    here = zerofn.integrations.transformers
+    more = {"per_device_train_batch_size": 2, "logging_steps": 3}
+    for case, own in (("left", {}), ("right", {"pad_to_multiple_of": 1})):
+        plain = looking(transformers, folder, case, **more)  # under DDP
+        np.testing.assert_allclose(looking(here, folder, case, **more, **own), plain, rtol=1e-6)
     return found
 
 
 def test_ranks_whose_rows_differ_in_length_or_rates(ranks, tmp_path):
-    """Rows are padded; rates of a rank's own are an error on all."""
+    """Rows are padded where that is neutral, and train as under DDP where not; a rank's own rates are an error."""
     given = {"train_dataset": rows(48, odd=True), "data_collator": padded}
     ranks.stop()
     mine, loss, logits = ranks(2, on_ranks, tmp_path)[0]
@@ -474,6 +534,8 @@ def test_other_words_for_the_same(tmp_path, given, stage, remat):
     [
         ({"torch_compile": True}, "torch_compile has no effect"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0, and must be a positive integer"),
+        ({"pad_to_multiple_of": 1.5}, "pad_to_multiple_of is 1.5, and must be a positive integer"),
     ],
 )
 def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 else:
     _Arguments = object  # one of transformers' two classes comes behind it
 
+_MULTIPLE = "lengths of batches are rounded up to a multiple of it; 1 leaves batches as they are"
 _OF_FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
 
 
@@ -47,6 +48,12 @@ class OurArguments(_Arguments):
             self.gradient_checkpointing = self.activation_checkpointing = False
             self.remat = self.remat or "full"
         super().__post_init__()
+        multiple = getattr(self, "pad_to_multiple_of", None)
+        if multiple is not None and (type(multiple) is not int or multiple < 1):
+            raise ValueError(
+                f"TrainingArguments: pad_to_multiple_of is {multiple!r}, and must be a positive integer: lengths of "
+                "batches are rounded up to a multiple of it; 1 leaves them as the collator makes them."
+            )
         if fsdp:
             self._take_fsdp(fsdp)
         if given:
@@ -220,10 +227,15 @@ class TrainingArguments(OurArguments, transformers.TrainingArguments):
 
     `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
     neither package is needed. `gradient_checkpointing` becomes `remat="full"`. `mesh="data=-1,tensor=2"` names axes of
-    `zerofn.Mesh.make`: data, replicate, expert and tensor.
+    `zerofn.Mesh.make`: data, replicate, expert and tensor. Rows are padded to a length that is a multiple of
+    `pad_to_multiple_of`; 1 leaves batches as the collator makes them, on every rank.
     """
+
+    pad_to_multiple_of: int = field(default=16, metadata={"help": _MULTIPLE})
 
 
 @dataclass
 class Seq2SeqTrainingArguments(OurArguments, transformers.Seq2SeqTrainingArguments):
     """The same for `Seq2SeqTrainer`."""
+
+    pad_to_multiple_of: int = field(default=16, metadata={"help": _MULTIPLE})

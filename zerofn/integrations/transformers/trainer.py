@@ -27,7 +27,7 @@ from .meshes import TrainerOnMesh
 from .modules import calls_as_autocast
 from .names import exported, loaded
 from .optimizers import Followed, check_alike, groups_of, load_rates, number_of, own_optimizer, save_rates
-from .padding import Padding
+from .padding import MULTIPLE, Padding
 from .steps import Microbatch, check_overrides, compiled_step, microbatch_of, stack
 
 STATE = "zerofn"  # the folder in a checkpoint that has the state
@@ -48,8 +48,9 @@ class Trainer(TrainerOnMesh):
     must use the same. The loss is `compute_loss`'s, the model's own or one that a subclass defines; the step is
     captured, so that it must not branch on what is in the batch. The optimizer is the one that the arguments name or a
     subclass makes, translated (AdamW, Adam, SGD, Adagrad, Adafactor, RMSprop); every step reads its learning rates,
-    which any scheduler and callback may set. Batches whose rows differ in length are padded to the longest of all
-    ranks, and from the second length on to multiples of 16. In half precision the model computes as under autocast,
+    which any scheduler and callback may set. Batches whose rows differ in length are padded on the right, to the
+    longest of all ranks, and from the second length on to multiples of `pad_to_multiple_of`; those that are padded on
+    the left, or have no mask, stay as they are. In half precision the model computes as under autocast,
     and returns float32. Evaluation runs on shards, too. `save_model` writes what `from_pretrained` opens; checkpoints
     have ZeroFn's state beside it, and resume on any number of ranks.
 
@@ -95,9 +96,9 @@ class Trainer(TrainerOnMesh):
         if not is_shape_only(self.model):
             self.cut(self.model)
         ignored = getattr(self.data_collator, "label_pad_token_id", -100)
-        self._padding, self._evaluation_padding = (
-            Padding(self.model, self._processor(), ignored, self._masks) for _ in range(2)
-        )
+        multiple = getattr(self.args, "pad_to_multiple_of", None)  # TRL's may be None
+        self._padding = Padding(self.model, self._processor(), ignored, self._masks, multiple or MULTIPLE)
+        self._evaluation_padding = self._padding.twin()
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
         self._kept = Effects(self, "forward", type(self), model="model")
         self._evaluation = zerofn.compile(outputs_of(self, self._kept), **self._evaluation_options())
@@ -269,7 +270,7 @@ class Trainer(TrainerOnMesh):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         micro, self._micro = self._micro, []
-        longer = self._padding.as_long([x.inputs for x in micro])
+        longer = self._padding.as_long([x.inputs for x in micro], [x.kind for x in micro])
         parts, stacked = stack([x._replace(inputs=y) for x, y in zip(micro, longer, strict=True)])
         batch = {"parts": parts, "stacked": stacked}
         assert self._live is not None
