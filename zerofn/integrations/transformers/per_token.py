@@ -74,13 +74,13 @@ class PerToken:
         """
         for key in self._last if inputs is None else map(_number, self.entries(inputs)):
             more, lengths, widths = self._more(key), *map(set, zip(*self._seen[key], strict=True))
+            name = self._names.get(key, "an entry")
             if self._is_per_token(key):
                 self._longer.add(key)
             elif key in self._longer or len(more) == 1 and (more == {0} or len(lengths) > 1):
                 raise ValueError(
-                    f"Trainer: input_ids is padded, and it isn't clear whether {self._names.get(key, 'an entry')!r} has "
-                    f"a value for each token, too: beside rows of {_listed(lengths)} tokens it was {_listed(widths)} "
-                    "long. "
+                    f"Trainer: input_ids is padded, and it isn't clear whether {name!r} has a value for each token, "
+                    f"too: beside rows of {_listed(lengths)} tokens it was {_listed(widths)} long. "
                     "With TrainingArguments(pad_to_multiple_of=1) batches stay as the collator makes them. Or let the "
                     "collator pad all of them to one length."
                 )
