@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 import zerofn
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.lightning import ZeroFnStrategy
+from zerofn.integrations.modules import call_with, check_memory
 
 from .test_lightning import pytestmark as pytestmark
 
@@ -83,6 +84,79 @@ def on_ranks(folder):
         "transformers": [by_trainer(x, folder) for x in (transformers, ours)],
         "Lightning": [by_lightning(x) for x in ("ddp", ZeroFnStrategy(stage=3))],
     }
+
+
+class Holds(nn.Module):
+    """`what` is done to it at first, and `does` in every call."""
+
+    def __init__(self, what, does=lambda m: None):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("q", torch.zeros(4, 2))
+        self.register_buffer("none", None)
+        what(self)
+        self.does = does
+
+    def forward(self, x):
+        self.does(self)
+        return self.inner(x)
+
+
+MADE = {
+    "none": lambda m: setattr(m, "none", torch.ones(2)),
+    "late": lambda m: m.register_buffer("late", torch.ones(2)),
+    "inner.late": lambda m: m.inner.register_buffer("late", torch.ones(2)),
+    "weight": lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2))),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_step_makes_no_buffers(name):
+    """What it would leave in the module has no value."""
+    module = Holds(lambda m: None, MADE[name])
+    values = dict((*module.named_parameters(), *module.named_buffers()))
+    with pytest.raises(ValueError, match=rf"the step makes '{name}'.*register_buffer\(\"{name.split('.')[-1]}\""):
+        call_with(module, values, (torch.ones(1, 2),))
+    assert dict((*module.named_parameters(), *module.named_buffers())).keys() == values.keys()
+
+
+VIEWS = {"row": lambda m: setattr(m, "row", m.q[0]), "inner.all": lambda m: setattr(m.inner, "all", m.q)}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_buffer_that_an_attribute_shares_is_not_written(name):
+    for does in (lambda m: None, lambda m: m.q[0].add_(1)):
+        module = Holds(VIEWS[name], does)
+        check_memory(module)
+        values = {n: x.detach().clone() for n, x in (*module.named_parameters(), *module.named_buffers())}
+        if does(module) is None:
+            call_with(module, values, (torch.ones(1, 2),))
+            continue
+        with pytest.raises(ValueError, match=f"writes to the buffer 'q', whose memory the attribute '{name}' shares"):
+            call_with(module, values, (torch.ones(1, 2),))
+
+
+SHARED = {
+    "buffers": lambda m: m.register_buffer("row", m.q[1]),
+    "columns": lambda m: m.register_buffer("column", m.q[:, 1]),
+    "parameters": lambda m: setattr(m, "w", nn.Parameter(m.inner.weight.data[:1])),
+}
+APART = {
+    "one under two names": lambda m: m.register_buffer("other", m.q),
+    "tied": lambda m: setattr(m, "w", m.inner.weight),
+    "side by side": lambda m: [m.register_buffer(f"part{k}", x) for k, x in enumerate(torch.zeros(4, 2).split(2))],
+    "nothing": lambda m: m.register_buffer("empty", m.q[:0]),
+}
+
+
+@pytest.mark.parametrize("name", [*SHARED, *APART])
+def test_memory_is_shared_by_one_tensor_alone(name):
+    module = Holds((SHARED | APART)[name])
+    if name in APART:
+        check_memory(module)
+        return
+    with pytest.raises(ValueError, match="Holds: '.*' and '.*' share memory, and are not one tensor"):
+        check_memory(module)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ PENALTIES = {
     "one vector": lambda m: nn.utils.parameters_to_vector(m.parameters()).square().sum(),
     "in another module": lambda m: torch.func.functional_call(m.b, {"weight": m.a.weight[:1]}, (torch.ones(4),)).sum(),
     "a parameter list": lambda m: sum(p.square().sum() for p in nn.ParameterList([m.a.weight, m.b.weight])),
-    "elastic weight consolidation": lambda m: sum((p - m.old[n]).square().sum() for n, p in m.named_parameters()),
+    "elastic weight consolidation": lambda m: sum((m.get_parameter(n) - x).square().sum() for n, x in m.old.items()),
     "assigned again": lambda m: setattr(m.a, "weight", m.a.weight) or m.a.weight.square().sum(),
 }
 
@@ -33,9 +33,10 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 1)
         self.old = {name: p.detach() + 0.1 for name, p in self.named_parameters()}
+        self.shift = nn.Parameter(torch.tensor([2]), requires_grad=False)  # an integer
 
     def forward(self, x, y):
-        loss = (self.b(self.a(x).relu()) - y).square().mean()
+        loss = (self.b(self.a(x).relu()) + self.shift - y).square().mean()
         for k, penalty in enumerate(PENALTIES.values()):
             loss = loss + 0.003 * (k + 1) * penalty(self)
         return {"loss": loss}

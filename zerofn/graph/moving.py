@@ -30,6 +30,7 @@ from .settings import settings_behind
 
 _GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
 _WAYS_OUT = "outside the step and pass it in the batch as a tensor"
+_UNDER = ", in a step of your own under zerofn.random.randomness(state.rng_at())"
 
 
 class Moved(RuntimeError):
@@ -132,7 +133,7 @@ def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
 
 def _message(name: str, value: Any, line: str, settings: str) -> str:
     if is_generator(value):
-        draw = f"Draw {_WAYS_OUT}, or draw with torch under zerofn.random.randomness(state.rng_at())."
+        draw = f"Draw {_WAYS_OUT}, or draw with torch{_UNDER}."
         return (
             f"the step draws from {name}{line}: the drawn values would be constants of the captured step."
             f"{settings or f' {draw}'}"
@@ -152,7 +153,7 @@ def _refused(name: str) -> Callable[[Any], Any]:
             if _asked_by_user(sys._getframe(1)):
                 error = Moved(
                     f"the step calls {name}: its value would be a constant of the captured step. Call it {_WAYS_OUT}, "
-                    "or draw with torch under zerofn.random.randomness(state.rng_at())."
+                    f"or draw with torch{_UNDER}."
                 )
                 error.here = True
                 raise error

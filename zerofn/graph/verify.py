@@ -97,7 +97,8 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
 def _check_write(node: Node, name: str | None) -> None:
     if name is not None:
         advice = (
-            "Pass it in the state and return its new value there."
+            "Pass it in the state and return its new value there. With Trainer or Lightning: make it a buffer of the "
+            "model, and read it as one (self.q, not a list of them), or write to it in a callback or a hook."
             if name == _CLOSED_OVER
             else "A step is a pure function: write to a clone of it, and return the clone in the new state."
         )

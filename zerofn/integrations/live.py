@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zerofn
 
-from .modules import check_same_model, places_of
+from .modules import check_memory, check_same_model, places_of
 
 log = logging.getLogger("zerofn")
 
@@ -42,6 +42,7 @@ class Live:
         self._in_step = self._is_whole = self._told = False
         params = read().params
         check_same_model(module, params)
+        check_memory(module)
         self.device = params.device
         dtypes = {leaf.name: unit.dtype for unit in params.layout.units for leaf in unit.leaves}
         given = dict(module.named_parameters())

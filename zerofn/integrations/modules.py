@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +57,34 @@ def check_same_model(module: nn.Module, params: Any) -> None:
         )
 
 
+def check_memory(module: nn.Module) -> None:
+    """Raise `ValueError` for parameters or buffers that share a part of their memory: each gets memory of its own.
+
+    Note attributes that share a buffer's, of which `call_with` speaks if the step writes to the buffer.
+    """
+    spans: dict[int, list[tuple[int, int, str, Tensor]]] = {}  # by memory: (first element, last, name, tensor)
+    named = [*module.named_parameters(), *((name, x) for name, x in module.named_buffers() if not x.is_sparse)]
+    for name, x in named:
+        if not x.is_meta and x.numel():
+            first = int(x.storage_offset())
+            last = first + sum((n - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
+            spans.setdefault(x.untyped_storage()._cdata, []).append((first, last, name, x))
+    for held in spans.values():
+        held.sort(key=lambda span: span[:2])
+        for (_, last, name, _), (first, _, other, _) in pairwise(held):
+            if first <= last:
+                raise ValueError(
+                    f"{type(module).__name__}: {name!r} and {other!r} share memory, and are not one tensor. Each would "
+                    "get memory of its own, and a write to one would not be seen in the other. Let both names be one "
+                    "tensor, or make the second where it is used, such as self.q[0] in forward."
+                )
+    for prefix, part in module.named_modules():
+        for attribute, x in vars(part).items():
+            if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
+                for *_, owner in spans.get(x.untyped_storage()._cdata, ()):
+                    owner._shared_with = f"{prefix}.{attribute}" if prefix else attribute  # type: ignore[attr-defined]
+
+
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a checkpoint of the module has, such as batch norm's statistics, by name."""
     saved = module.state_dict(keep_vars=True).keys()
@@ -85,6 +114,8 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
     `ValueError` if a parameter is written to.
     """
     lent = {name: (values[name], _mark(values[name])) for name, _ in module.named_parameters() if name in values}
+    made = {part: {last for last, x in _held(part) if x is not None} for part in module.modules()}
+    buffers = [(n, values[n], _mark(values[n]), x) for n, x in module.named_buffers() if n in values]
     for x, _ in lent.values():
         x._is_param = True  # for `isinstance(x, nn.Parameter)`, and `get_parameter`, which asks it
     listed = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
@@ -94,16 +125,52 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
             if x is not None and listed[id(x)] in values:
                 named[f"{prefix}.{last}" if prefix else last] = values[listed[id(x)]]
     with _Unwritten({name: x for name, (x, _) in lent.items()}):
-        found = functional_call(module, named, args, kwargs, tie_weights=False)
+        try:
+            found = functional_call(module, named, args, kwargs, tie_weights=False)
+        finally:
+            new = _let_go(module, made)
+    if new:
+        raise ValueError(
+            f"the step makes {new!r}, a buffer or parameter that was not there, or None, before it. What one step "
+            "leaves for the next has its shape from the begin: in __init__, write "
+            f'self.register_buffer("{new.rpartition(".")[2]}", torch.zeros(...)).'
+        )
     for name, (x, before) in lent.items():
         if _mark(x) != before:
             _refuse_write(name)
+    for name, x, before, mine in buffers:
+        if (other := getattr(mine, "_shared_with", "")) and _mark(x) != before:
+            raise ValueError(
+                f"the step writes to the buffer {_own(name)!r}, whose memory the attribute {other!r} shares. A step is "
+                f"given the state's buffers, so {other!r} would keep what it had. Take it from the buffer where it is "
+                "used, such as self.q[0] in forward."
+            )
     return found
+
+
+def _held(part: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return [*part._parameters.items(), *part._buffers.items()]
+
+
+def _let_go(module: nn.Module, before: Mapping[nn.Module, set[str]]) -> str:
+    """Take from a module the parameters and buffers that were not there `before`. Return the name of one, or ""."""
+    found = ""
+    for prefix, part in module.named_modules():
+        for last, x in _held(part):
+            if x is not None and last not in before.get(part, ()):
+                found = _own(f"{prefix}.{last}" if prefix else last)
+                (part._buffers if last in part._buffers else part._parameters)[last] = None
+    return found
+
+
+def _own(name: str) -> str:
+    """Return a name as the user's model has it."""
+    return name.removeprefix("module.").removeprefix("model.")
 
 
 def _refuse_write(name: str) -> NoReturn:
     raise ValueError(
-        f"the step writes to the parameter {name.removeprefix('module.').removeprefix('model.')!r}, or sets its "
+        f"the step writes to the parameter {_own(name)!r}, or sets its "
         "requires_grad. In the step the optimizer alone changes parameters. Move what is written to on_step_begin of a "
         "TrainerCallback (transformers), or to on_train_batch_start (Lightning): there the same lines do the same. Or "
         "make it a buffer."

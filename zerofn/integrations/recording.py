@@ -202,7 +202,7 @@ class Recording:
         refuse(
             f"{self._method} reads {what} and changes it. It runs once, to be captured, and would go on with "
             "what it has read then; what it appends, assigns and adds is done at every step. Read it in a callback, or "
-            "pass it in the batch."
+            "pass it in the batch. What one step fills, reads and clears again may be a local or a global variable."
         )
 
     def call(self, path: Path, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

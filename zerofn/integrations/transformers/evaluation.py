@@ -65,7 +65,8 @@ def outputs_of(trainer: Any, effects: Effects) -> Callable[[dict[str, Any], dict
 
     def outputs(values: dict[str, Any], inputs: dict[str, Any]) -> Any:
         # They ask for gradients, and get none: what is computed with them is the step's, not left to be done after it.
-        params = {name: x.detach().requires_grad_() for name, x in zerofn.gather(values["params"]).items()}
+        whole = {name: x.detach() for name, x in zerofn.gather(values["params"]).items()}
+        params = {name: x.requires_grad_(x.is_floating_point()) for name, x in whole.items()}
         named = {**params, **values["buffers"]}
         dtype = trainer.args.evaluates_in
         if dtype is not None and not trainer.is_in_train:
