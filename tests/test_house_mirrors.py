@@ -57,7 +57,7 @@ TESTED_BY = {
     "integrations.lightning.checks": "integrations/test_lightning_hooks.py",
     "integrations.lightning.checkpoints": "integrations/test_lightning_models.py",
     "integrations.lightning.configured": "integrations/test_lightning.py",
-    "integrations.lightning.evaluation": "integrations/test_lightning.py",
+    "integrations.lightning.evaluation": "integrations/test_evaluations.py",
     "integrations.lightning.optimizers": "integrations/test_lightning.py",
     "integrations.lightning.ranks": "integrations/test_lightning.py",
     "integrations.lightning.steps": "integrations/test_lightning.py",

@@ -22,6 +22,9 @@ class Lender:
 
     Units of blocks (what an `nn.ModuleList` holds, the outermost) are gathered when the block is called, and go after
     it. All else is gathered once, and held until `close`. All ranks must run the same blocks.
+
+    A block that is called with gradients enabled has the module's own parameters, which are held until the next step:
+    a graph has them, and `module.parameters()` lists them after the call, too.
     """
 
     def __init__(self, module: nn.Module, live: Live) -> None:
@@ -30,7 +33,8 @@ class Lender:
         self._blocks = _blocks(module)
         self._params: Any = None  # those that were gathered
         self._held: dict[str, Tensor] = {}
-        self._lent: dict[str, tuple[nn.Parameter, int]] = {}  # name -> (what is lent, its version then)
+        self._lent: dict[str, tuple[_Lent, int]] = {}  # name -> (what is lent, its version then)
+        self._written: set[str] = set()  # in this step
 
     def close(self) -> None:
         """Let go of what is held."""
@@ -40,6 +44,7 @@ class Lender:
     def lent(self, params: Any) -> Iterator[None]:
         """Inside, the module has these parameters."""
         by_block = self._names_by_block(params)
+        self._written.clear()
         outside = by_block.pop("", set())
         if params is not self._params:
             self._params, self._held = params, self._gathered(params, outside)
@@ -74,7 +79,9 @@ class Lender:
     def _put(self, values: dict[str, Tensor]) -> None:
         with torch.inference_mode(False):
             for name, x in values.items():
-                lent = nn.Parameter(x, requires_grad=False)
+                mine = self._live.parameters[name]
+                lent = _Lent(x, requires_grad=mine.requires_grad)
+                lent.grad = None if mine.grad is None else mine.grad.to(x.dtype)
                 self._lent[name] = lent, lent._version
                 for owner, last in self._places[name]:
                     owner._parameters[last] = lent
@@ -83,26 +90,33 @@ class Lender:
         """Give the module its own parameters back, with what was written to the lent ones."""
         written = []
         for name in names & self._lent.keys():
-            lent, version = self._lent.pop(name)
+            (lent, version), mine = self._lent.pop(name), self._live.parameters[name]
             for owner, last in self._places[name]:
-                owner._parameters[last] = self._live.parameters[name]
+                if owner._parameters.get(last) is lent:
+                    owner._parameters[last] = mine
+                else:  # a parameter of the step's own, which `Live` takes
+                    self._written.add(name)
+            if lent.requires_grad != mine.requires_grad:
+                mine.requires_grad_(lent.requires_grad)
+            mine.grad = None if lent.grad is None else lent.grad.to(mine.dtype)
             if lent._version != version:
-                written.append((name, lent))
-        for name, lent in written:
-            mine = self._live.parameters[name]
+                written.append((name, lent.detach(), mine))
+        for name, lent, mine in written:
             if mine.dtype != lent.dtype:
                 raise ValueError(
                     f"{type(self._module).__name__}: a step of an evaluation wrote to {name!r}, which it has in "
                     f"{lent.dtype}, and which is {mine.dtype}; write to it in a hook, such as on_validation_epoch_end."
                 )
             mine.data.copy_(lent)
+            self._written.add(name)
 
     @contextlib.contextmanager
     def _lent_when_called(self, path: str, params: Any, names: set[str]) -> Iterator[None]:
         block = self._module.get_submodule(path)
 
         def before(*_: Any) -> None:
-            self._put(self._gathered(params, names))
+            if not torch.is_grad_enabled() and not names & self._written:
+                self._put(self._gathered(params, names))
 
         def after(*_: Any) -> None:
             self._take_back(names)
@@ -115,6 +129,26 @@ class Lender:
             first.remove()
             last.remove()
             self._take_back(names)
+
+
+class _Lent(nn.Parameter):
+    """A parameter whose version counts what is written to its `data`, too."""
+
+    @property
+    def data(self) -> Tensor:
+        """The value, without a gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if (new.shape, new.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"a step of an evaluation gives a parameter, which is {self.dtype} of shape {tuple(self.shape)}, data "
+                f"that is {new.dtype} of shape {tuple(new.shape)}. A state keeps shapes and dtypes: change a copy, "
+                "copy.deepcopy(self.layer)."
+            )
+        with torch.no_grad():
+            self.copy_(new)
 
 
 def _blocks(module: nn.Module) -> dict[str, set[str]]:

@@ -317,6 +317,9 @@ class Trainer(TrainerOnMesh):
             yield
 
     def _evaluate_step(self, inputs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and self.args.axes is None and self.args.evaluates_in is None:
+            with self.in_precision():  # with a graph, in which the model's own parameters are
+                return self.model(**inputs)
         padded, state = self._evaluation_padding(inputs), self.sharded
         values = {"params": state.params, "buffers": state.extra or {}}
         found, results = self._evaluation(values, padded)
