@@ -101,13 +101,13 @@ class Lender:
             mine.grad = None if lent.grad is None else lent.grad.to(mine.dtype)
             if lent._version != version:
                 written.append((name, lent.detach(), mine))
-        for name, lent, mine in written:
-            if mine.dtype != lent.dtype:
+        for name, value, mine in written:
+            if mine.dtype != value.dtype:
                 raise ValueError(
                     f"{type(self._module).__name__}: a step of an evaluation wrote to {name!r}, which it has in "
-                    f"{lent.dtype}, and which is {mine.dtype}; write to it in a hook, such as on_validation_epoch_end."
+                    f"{value.dtype}, and which is {mine.dtype}; write to it in a hook, such as on_validation_epoch_end."
                 )
-            mine.data.copy_(lent)
+            mine.data.copy_(value)
             self._written.add(name)
 
     @contextlib.contextmanager
