@@ -22,7 +22,8 @@ def test_the_first_length_stays_and_others_are_rounded_up():
     found = padding(batch(6))
     assert found["input_ids"][0].tolist() == [1] * 6 + [7] * 10
     assert found["attention_mask"][0].tolist() == [1] * 6 + [0] * 10
-    assert found["labels"][0].tolist() == [1] * 3 + [-100] * 13 and found["x"] == 1.0
+    assert found["labels"].shape == (2, 3) and found["x"] == 1.0, "one value for each class, say"
+    assert padding(batch(6, target=4))["labels"][0].tolist() == [1] * 4 + [-100] * 12
     assert padding(batch(16))["input_ids"].shape == (2, 16) and padding(first)["labels"].shape == (2, 3)
 
 
@@ -72,8 +73,8 @@ def test_no_row_gets_longer_than_the_model_takes():
 def test_the_tokenizers_token():
     padding = Padding(MODEL, SimpleNamespace(pad_token_id=9), -1)
     padding(batch(20))
-    found = padding(batch(15))
-    assert found["input_ids"][0].tolist() == [1] * 15 + [9] and found["labels"][0].tolist() == [1] * 3 + [-1] * 13
+    found = padding(batch(15, target=4))
+    assert found["input_ids"][0].tolist() == [1] * 15 + [9] and found["labels"][0].tolist() == [1] * 4 + [-1] * 12
 
 
 def side(where, length):
@@ -114,10 +115,11 @@ def weighted(length, width=None, kind="w"):
 
 def test_an_entry_that_is_always_as_long_as_the_rows_is_padded_with_zeros():
     padding = Padding(MODEL, None, -100)
-    first, second = (padding(weighted(n) | {"boxes": torch.ones(2, n, 4)}) for n in (6, 3))
+    first, second = (padding(weighted(n) | {"boxes": torch.ones(2, n, 4)}) for n in (6, 4))
     assert first["w"].shape == first["fixed"].shape == second["fixed"].shape == (2, 6)
     assert second["input_ids"].shape == (2, 16) and second["boxes"].shape == (2, 16, 4)
-    assert second["w"].tolist() == [[1, 2, 3] + [0] * 13, [4, 5, 6] + [0] * 13] and second["boxes"].sum() == 2 * 3 * 4
+    assert second["w"].tolist() == [[1, 2, 3, 4] + [0] * 12, [5, 6, 7, 8] + [0] * 12]
+    assert second["boxes"].sum() == 2 * 4 * 4
 
 
 def test_so_it_is_in_the_microbatches_of_an_update():
@@ -146,17 +148,17 @@ def test_an_entry_that_may_be_one_for_each_token_is_a_sentence(widths, seen):
 
 
 def test_one_length_does_not_tell():
-    """A decoder's rows get longer, and the encoder's are padded with them."""
     padding = Padding(MODEL, None, -100)
-    padding(weighted(5))
-    with pytest.raises(ValueError, match="'w' has a value for each token, too: beside rows of 5 tokens it was 5 long"):
-        padding(weighted(5) | {"labels": torch.ones(2, 4, dtype=torch.int64)})
+    padding(batch(5))
+    with pytest.raises(ValueError, match="'w' has a value for each token, too: beside rows of 7 tokens it was 7 long"):
+        padding(weighted(7))
+    assert lengths([padding(batch(8))]) == [16], "a batch without it"
 
 
 def test_outputs_lose_what_was_added():
     padding = Padding(MODEL, None, -100)
     padding(batch(20))
-    before = batch(6)
+    before = batch(6, target=4)
     after = padding(before)
     outputs = {
         "logits": torch.zeros(2, 16, 11),
@@ -165,8 +167,8 @@ def test_outputs_lose_what_was_added():
         "loss": torch.zeros(()),
     }
     found = padding.cut(outputs, before, after)
-    assert found["logits"].shape == (2, 3, 11) and found["encoder_last_hidden_state"].shape == (2, 6, 4)
-    assert found["hidden_states"][0].shape == (2, 3, 4) and found["loss"].shape == ()
+    assert found["logits"].shape == (2, 4, 11) and found["encoder_last_hidden_state"].shape == (2, 6, 4)
+    assert found["hidden_states"][0].shape == (2, 4, 4) and found["loss"].shape == ()
 
 
 def on_two_ranks(mask):

@@ -419,6 +419,32 @@ def test_a_loss_that_looks_at_padding_or_has_weights_for_tokens(tmp_path, case, 
     np.testing.assert_allclose(mine, looking(transformers, tmp_path, case, **plain), rtol=1e-6)
 
 
+def classify(library, folder):
+    """Train a classifier of several labels a row, on rows of several lengths."""
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    kind = {"num_labels": 5, "problem_type": "multi_label_classification"}
+    model = transformers.BertForSequenceClassification(
+        transformers.BertConfig(vocab_size=50, **shape, **dropout, **kind)
+    )
+
+    def collate(batch):
+        found = masked("right")(batch)
+        del found["w"]
+        return found | {"labels": torch.stack([x["input_ids"][:5] % 2 for x in batch]).float()}
+
+    args = library.TrainingArguments(**options(folder, max_steps=3, per_device_train_batch_size=1))
+    trainer = library.Trainer(model, args, train_dataset=rows(12, odd=True), data_collator=collate)
+    trainer.train()
+    return losses(trainer)
+
+
+def test_labels_of_one_width_keep_it(tmp_path):
+    mine = classify(zerofn.integrations.transformers, tmp_path)
+    np.testing.assert_allclose(mine, classify(transformers, tmp_path), rtol=1e-6)
+
+
 def ragged_on_ranks(folder, rank_rows, steps):
     args = TrainingArguments(**options(folder, per_device_train_batch_size=rank_rows, max_steps=steps, stage=3,
                                        per_device_eval_batch_size=rank_rows))  # fmt: skip

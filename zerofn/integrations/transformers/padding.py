@@ -96,12 +96,10 @@ class Padding:
             self._first = self._first or longest
             self.kind = Kind(tuple(kinds), False)
             return dict(inputs)
-        if any(besides):
-            without = self._per_token.agree(inputs, max(besides), without)
-        self.kind = Kind(tuple(without), True)
+        self.kind = Kind(tuple(self._per_token.agree(inputs, max(besides), without)), True)
         self._first = self._first or longest
-        if longest != self._first:
-            longest = tuple(self._rounded(x) for x in longest)
+        # By length, not by entry: what is equally long stays so, and labels of one width keep it.
+        longest = tuple(x if x in self._first else self._rounded(x) for x in longest)
         missing = {name: n - x for name, n, x in zip(self._values, longest, ours, strict=True) if x}
         self.added = sum(longest[0] - x[0] for x in found)
         if any(0 < a < b for x in found for a, b in zip(x[:2], longest, strict=False)):

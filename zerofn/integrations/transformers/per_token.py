@@ -48,6 +48,9 @@ class PerToken:
         """Learn from the batches of all ranks, which have `number` entries at most. Return the ranks' `kinds` with what
         their entries add, but for lengths that padding makes equal. All ranks must call it.
         """
+        self._last = []
+        if not number:
+            return list(kinds)
         rows, found = [], self.entries(inputs)
         for name, x in found.items():
             key, rest = _number(name), _number((x.dtype, *x.shape[:1], *x.shape[2:]))
@@ -55,7 +58,6 @@ class PerToken:
             rows.append([key, inputs[source_of(inputs)].shape[1], x.shape[1], rest])
         rows += [[0] * 4] * (number - len(rows))
         all_rows = zerofn.collectives.all_gather(torch.tensor([rows], device=device_of(inputs))).tolist()
-        self._last = []
         for key, length, width, _ in (x for of_rank in all_rows for x in of_rank if x[1]):
             self._seen.setdefault(key, set()).add((length, width))
             self._last.append(key)
