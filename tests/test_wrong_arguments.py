@@ -97,7 +97,7 @@ CASES = [
     (zerofn.shard, {
         "state_or_init": state, "stage": (3, "whole"), "mesh": (None, "ours"), "precision": (None, "ours"),
         "offload": (None, "ours"), "unit": (None, "function"), "device": (None, "device"), "cuts": (None, "dict"),
-        "hpz": (False, "flag"),
+        "hpz": (False, "flag"), "wire": (None, "text"),
     }),
     (zerofn.skeleton, {"build": (lambda: torch.nn.Linear(1, 1), "function"), "device": (None, "device")}),
     (zerofn.tree_map, {"f": (id, "function"), "tree": STATE}),
@@ -127,7 +127,7 @@ CASES = [
         "update": ("auto", "text"),
     }),
     (zerofn.Pass, {"fn": (len, "function"), "scope": ("step", "text"), "name": ("x", "text")}),
-    (zerofn.Precision, dict.fromkeys(("param", "compute", "reduce"), (None, "dtype"))),
+    (zerofn.Precision, {**dict.fromkeys(("param", "compute", "reduce"), (None, "dtype")), "wire": (None, "text")}),
     (zerofn.TrainState.create, {
         "params": (STATE, "numbers"), "tx": (optim.sgd(0.1), "ours"), "loss_scale": (None, "ours"),
         "seed": (0, "whole"),

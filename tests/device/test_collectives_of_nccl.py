@@ -107,7 +107,7 @@ def trained(stage, precision, frozen, num_steps=3, deterministic=False):
     evaluate = zerofn.compile(evaluate)
     for k in range(num_steps):
         batch = tree.tree_map(lambda x: x.to(torch.bfloat16), batch_of(dist.get_rank(), seed=k))
-        batch = batch if precision else batch_of(dist.get_rank(), seed=k)
+        batch = batch if precision in ("bf16", "fp16") else batch_of(dist.get_rank(), seed=k)
         state, _ = step(state, batch)
         found.append(evaluate(state, batch)["loss"])
     return zerofn.unshard(state.params), found
@@ -134,6 +134,14 @@ def test_training(ranks, size, stage, precision, frozen):
             assert_same_trees(got, expected)  # a sum of two has one order
         else:
             torch.testing.assert_close(tree.leaves(got), tree.leaves(expected), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.part(stage=[1])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_coded_sums_are_in_rank_order(ranks, stage):
+    """On three ranks, whose sums have several orders."""
+    for got, expected in ranks(3, both, stage, zerofn.Precision(wire="bf16"), False):
+        assert_same_trees(got, expected)
 
 
 def both_in_rank_order(stage):

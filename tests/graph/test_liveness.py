@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 import zerofn
 from tests.support import tiny_models
 from tests.support.small_steps import ROWS, WIDTH, batch_of, build, captured, fake_ranks, state_of, train_step_of
-from zerofn import Offload, optim
+from zerofn import Offload, Precision, optim
 from zerofn.graph.liveness import KINDS, blocks, moments
 from zerofn.graph.resident import resident
 
@@ -94,6 +94,13 @@ def small(stage, num_microbatches, precision, num_layers=6):
 def test_precisions_and_loops(ranks, num_microbatches, precision, stage):
     for predicted, found in ranks(2, small, stage, num_microbatches, precision):
         assert predicted == pytest.approx(found, rel=0.01)
+
+
+@pytest.mark.part(size=[3])
+@pytest.mark.parametrize(("size", "stage"), [(2, 0), (2, 1), (3, 3)])
+def test_what_is_encoded_and_received(ranks, size, stage):
+    for predicted, found in ranks(size, small, stage, 1, Precision(wire="bf16"), 12):
+        assert predicted == pytest.approx(found, rel=0.001)
 
 
 def test_of_gradients_that_wait_a_rank_holds_its_piece(ranks):

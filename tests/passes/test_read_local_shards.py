@@ -60,6 +60,10 @@ def test_a_piece_that_is_cast_for_the_gather_is_let_go():
     assert reads(on_rank(0, precision="bf16"))[0] == []
 
 
+def test_a_piece_that_is_rounded_where_it_is_sent_is_read_as_it_arrives():
+    assert reads(on_rank(0, wire="bf16")) == ([], [(0, 2400), (2400, 4800), (4800, 7200)], None)
+
+
 def written_later(state, batch):
     moved = tree.tree_map(lambda p: p * 2, state["params"])
     full = zerofn.gather(moved)

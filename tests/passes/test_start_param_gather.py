@@ -17,6 +17,8 @@ from tests.support.small_steps import (
 from zerofn import tree
 from zerofn.graph.alias import positions
 
+CODED = zerofn.Precision(wire="bf16")
+
 
 def graph_of(stage, **options):
     module = build()
@@ -52,13 +54,14 @@ def copies_after_steps(stage, precision):
         assert_same_trees(zerofn.gather(state.params), zerofn.gather(dropped))
         for unit, shard, full in zip(state.params.layout.units, state.params.shards, state.params.full, strict=True):
             a, b = state.params.layout.cut(unit, rank)
-            assert torch.equal(full[a:b], shard.to(full.dtype)) and full.numel() == size * (b - a)
+            arrived = shard.bfloat16().float() if precision == CODED else shard.to(full.dtype)
+            assert torch.equal(full[a:b], arrived) and full.numel() == size * (b - a)
             assert (shard.data_ptr() == full[a:].data_ptr()) == (precision is None)
     return zerofn.unshard(state.params)
 
 
 @pytest.mark.part(precision=["bf16"])
-@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("precision", [None, "bf16", CODED])
 def test_the_copy_is_what_a_gather_would_give(ranks, precision):
     found = [ranks(2, copies_after_steps, stage, precision) for stage in (1, 2)]
     full = [x for per_rank in found for x in per_rank]

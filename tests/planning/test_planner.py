@@ -177,8 +177,16 @@ def test_shard_takes_what_is_recommended():
         zerofn.shard(init_state, stage="auto")
     with pytest.raises(ValueError, match="go together"):
         zerofn.shard(init_state, stage=3, plan=table)
-    with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
-        zerofn.shard(init_state, stage="auto", plan=table, precision="bf16")
+    for given in ({"precision": "bf16"}, {"wire": "bf16"}):
+        with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
+            zerofn.shard(init_state, stage="auto", plan=table, **given)
+
+
+def test_what_is_sent_in_fewer_bytes_is_planned_so():
+    """Stage 3 of four ranks: half the bytes of float32, and the call says how."""
+    found = [planned(stage=3, world=4, precision=zerofn.Precision(wire=wire)).best for wire in (None, "bf16")]
+    assert sum(found[1].sent.values()) / sum(found[0].sent.values()) == pytest.approx(0.5, abs=0.01)
+    assert "precision=zerofn.Precision(wire='bf16')" in found[1].config.call()
 
 
 def test_a_plan_for_other_ranks_is_not_taken():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from zerofn import Precision
+from zerofn.sharding import precision as precision_module
 from zerofn.sharding.precision import resolve
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -39,3 +40,10 @@ def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
 def test_what_is_no_precision_raises(given):
     with pytest.raises(TypeError, match="expected None, .bf16., .fp16., .fp32. or a zerofn.Precision"):
         resolve(given)
+
+
+def test_two_codecs_are_refused(monkeypatch):
+    monkeypatch.setitem(precision_module.CODECS, "half", precision_module.CODECS["bf16"])
+    with pytest.raises(ValueError, match="wire='half', and the precision has wire='bf16'; leave one of them out"):
+        resolve(Precision(wire="bf16"), "half")
+    assert resolve("bf16", "bf16") == Precision(f32, bf16, f32, "bf16")

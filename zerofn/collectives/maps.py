@@ -96,24 +96,26 @@ class Linear(torch.autograd.Function):
 @dataclass(frozen=True)
 class AllGather:
     """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last. `kept`: for the
-    backward pass of a captured step, which else gathers it again.
+    backward pass of a captured step, which else gathers it again. `codec`: in which form it is sent (`comm.wire`),
+    here and in a reduce-scatter; rounding counts as the identity, so the transpose is that of the map without it.
     """
 
     axis: Axis
     unit: str = ""
     dim: int = -1
     kept: bool = True
+    codec: str = ""
 
     @property
     def transpose(self) -> ReduceScatter:
         """A summing reduce-scatter."""
-        return ReduceScatter(self.axis, self.unit, self.dim)
+        return ReduceScatter(self.axis, self.unit, self.dim, self.codec)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Shards in rank order."""
         if self.axis.size == 1:
             return (ops.as_equal(x, self.axis.name),)
-        to = (self.axis.size, self.axis.group, self.unit)
+        to = (self.axis.size, self.axis.group, self.unit, self.codec)
         full = ops.wait(ops.all_gather(x.reshape(-1), *to, **({} if self.kept else {"kept": False})))
         if x.dim() == 1:
             return (full,)
@@ -128,21 +130,22 @@ class ReduceScatter:
     axis: Axis
     unit: str = ""
     dim: int = -1
+    codec: str = ""
 
     @property
     def transpose(self) -> AllGather:
         """An all-gather."""
-        return AllGather(self.axis, self.unit, self.dim)
+        return AllGather(self.axis, self.unit, self.dim, codec=self.codec)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
         if self.axis.size == 1:
             return (x.view_as(x),)
+        to = (self.axis.size, self.axis.group, self.unit, self.codec)
         if x.dim() == 1:
-            return (ops.wait(ops.reduce_scatter(x.contiguous(), self.axis.size, self.axis.group, self.unit)),)
+            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to)),)
         rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
-        shard = ops.wait(ops.reduce_scatter(rows.reshape(-1), self.axis.size, self.axis.group, self.unit))
-        return (shard.view(rows.shape[1:]),)
+        return (ops.wait(ops.reduce_scatter(rows.reshape(-1), *to)).view(rows.shape[1:]),)
 
 
 @dataclass(frozen=True)

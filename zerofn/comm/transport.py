@@ -9,6 +9,10 @@ otherwise. A start returns the tensor that will hold the result; its contents ar
 start the same ones in the same order. `compile` compares fingerprints of that order over ranks, and `meetings` what
 ranks do.
 
+[Note: coded] Transfers of units may name a wire codec (`wire`). Of an all-gather, what is received lies in the result's
+own memory until the wait decodes it there, this rank's part included. A reduce-scatter sends each rank its row, encoded
+once. The owner adds the decoded rows, its own included, in float32 and in rank order on every backend.
+
 [Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
 writes what fits into the socket before it returns. On two cores that stalled the caller for 2 to 4 % of a step. So one
 thread does all the posting; the tag is assigned where the transfer starts.
@@ -17,7 +21,8 @@ thread does all the posting; the tag is assigned where the transfer starts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,6 +36,7 @@ from ..job.watchdog import watch
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
+from .wire import CODECS, nbytes_on_wire
 
 _MOVED_AS_THEY_ARE = (
     torch.float32,
@@ -95,11 +101,11 @@ def _bytes(flat: Tensor) -> Tensor:
     return flat if flat.dtype in _MOVED_AS_THEY_ARE else flat.view(torch.uint8)
 
 
-def _meet(group: str, what: str, x: Tensor, unit: str = "") -> None:
+def _meet(group: str, what: str, x: Tensor, unit: str = "", codec: str = "") -> None:
     """Outside a captured step, tell the next rank what this one does."""
     if not meetings().captured or meetings().refused:
         named = f"{what} of {unit!r}" if unit else what
-        meetings().begin(group, named, f"{tuple(x.shape)} {x.dtype}")
+        meetings().begin(group, named, f"{tuple(x.shape)} {x.dtype}{codec and ' as '}{codec}")
 
 
 def all_gather_start(
@@ -107,19 +113,26 @@ def all_gather_start(
     size: int,
     group: str,
     unit: str,
+    codec: str = "",
     own: Sequence[int] | None = None,
     place: Sequence[int] = (),
     kept: bool = True,
 ) -> Tensor:
     """shard [s] on each rank -> [size * s], shards in rank order.
 
-    `own`: copy only this interval of the local shard; other elements of it are not read. `place`: in an arena;
-    memory of its own if empty. `kept`: a captured step keeps the result for its backward pass, or else gathers it
-    again there.
+    `codec`: see [Note: coded]. `own`: copy only this interval of the local shard; other elements of it are not read.
+    `place`: in an arena; memory of its own if empty. `kept`: a captured step keeps the result for its backward pass, or
+    else gathers it again there.
     """
-    _meet(group, "all_gather", shard, unit)
+    _meet(group, "all_gather", shard, unit, codec)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
     if not full.numel():  # of a unit of which these ranks have nothing
+        return full
+    if codec:
+        how, rank = CODECS[codec], dist.get_rank(group_named(group))
+        coded = how.place_in(full).view(size, -1)
+        how.encode(shard, coded[rank])
+        _fill_rows(full, coded, rank, group, partial(how.decode_, full))
         return full
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not _is_gloo(group, shard):
@@ -134,27 +147,42 @@ def all_gather_start(
     return pending().start(full, works, (shard,))
 
 
-def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str) -> None:
-    """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in."""
-    _meet(group, "all_gather", full, unit)
+def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str, codec: str = "") -> None:
+    """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in. With a codec, see
+    [Note: coded], this rank's shard in it is rounded, too.
+    """
+    _meet(group, "all_gather", full, unit, codec)
     if not full.numel():
         return
     rows = full.view(size, -1)
+    if codec:
+        own = CODECS[codec].encode(rows[rank])  # a copy: where it goes may be where it comes from
+        coded = CODECS[codec].place_in(full).view(size, -1)
+        coded[rank].copy_(own)
+        _fill_rows(full, coded, rank, group, partial(CODECS[codec].decode_, full))
+    else:
+        _fill_rows(full, rows, rank, group)
+
+
+def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callable[[], None] = lambda: None) -> None:
+    """Start the all-gather of rows [size, s], of which this rank's is there; `finish` makes `full` of them."""
     if not _is_gloo(group, full):
-        _count(group, _to_others(full, size))
-        work = all_gather_single(_bytes(full), _bytes(rows[rank]), group=group_named(group), async_op=True)
-        pending().start(full, lambda: [work], ())
+        _count(group, _to_others(rows, len(rows)))
+        work = all_gather_single(_bytes(rows.view(-1)), _bytes(rows[rank]), group=group_named(group), async_op=True)
+        pending().start(full, lambda: [work], (), finish)
         return
-    others = [r for r in range(size) if r != rank]
+    others = [r for r in range(len(rows)) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
-    pending().start(full, works, ())
+    pending().start(full, works, (), finish)
 
 
-def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str) -> Tensor:
-    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard."""
-    _meet(group, "reduce_scatter", flat, unit)
+def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: str = "") -> Tensor:
+    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard. `codec`: see [Note: coded]."""
+    _meet(group, "reduce_scatter", flat, unit, codec)
     if not flat.numel():
         return flat.new_empty(0)
+    if codec:
+        return _coded_and_summed(flat.view(size, -1), group, codec)
     if not _is_gloo(group, flat):
         _count(group, _to_others(flat, size))
         if the(Sums).in_rank_order:
@@ -195,6 +223,31 @@ def _exchanged_and_summed(rows: Tensor, group: str) -> Tensor:
     return pending().start(out, lambda: [work], (rows, found), finish)
 
 
+def _coded_and_summed(rows: Tensor, group: str, codec: str) -> Tensor:
+    """rows [size, s] float32 -> [s]: every rank gets its row of all ranks, encoded, and sums them in rank order."""
+    how, size = CODECS[codec], len(rows)
+    out, coded = rows.new_empty(rows.shape[1]), how.encode(rows)
+    found = list(coded)
+    if _is_gloo(group, rows):
+        rank = dist.get_rank(group_named(group))
+        found = [x if r == rank else torch.empty_like(x) for r, x in enumerate(coded)]
+        others = [r for r in range(size) if r != rank]
+        works = _point_to_point(group, {r: coded[r] for r in others}, {r: found[r] for r in others})
+    else:
+        _count(group, _to_others(coded, size))
+        received = torch.empty_like(coded)
+        flat = (_bytes(received.view(-1)), _bytes(coded.view(-1)))
+        work = dist.all_to_all_single(*flat, group=group_named(group), async_op=True)
+        found, works = list(received), lambda: [work]
+
+    def finish() -> None:
+        out.copy_(found[0])
+        for row in found[1:]:
+            how.add_(out, row)
+
+    return pending().start(out, works, (coded, *found), finish)
+
+
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
     _meet(group, "all_to_all", rows)
@@ -232,37 +285,41 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     return pending().start(out, works, (x,))
 
 
-def _to_others(whole: Tensor, size: int) -> int:
-    """Return the bytes of a tensor without this rank's own part."""
-    return whole.nbytes // size * (size - 1)
+def _to_others(whole: Tensor, size: int, codec: str = "") -> int:
+    """Return the bytes of a tensor without this rank's own part, as they are sent."""
+    return nbytes_on_wire(whole, codec) // size * (size - 1)
 
 
 define(
-    "all_gather(Tensor shard, int size, str group, str unit, *, int[]? own=None, int[] place=[], "
+    "all_gather(Tensor shard, int size, str group, str unit, str codec='', *, int[]? own=None, int[] place=[], "
     "bool kept=True) -> Tensor",
     all_gather_start,
-    lambda shard, size, group, unit, own=None, place=(), kept=True: shard.new_empty(shard.numel() * size),
+    lambda shard, size, group, unit, codec="", own=None, place=(), kept=True: shard.new_empty(shard.numel() * size),
     traits=Traits(
         OnShard.LEAVES,
-        Moves(Lane.LINK, lambda given, _: given["shard"].nbytes * (given["size"] - 1)),
+        Moves(Lane.LINK, lambda given, _: nbytes_on_wire(given["shard"], given["codec"]) * (given["size"] - 1)),
         "gather",
         equal=True,
     ),
 )
 define(
-    "reduce_scatter(Tensor flat, int size, str group, str unit) -> Tensor",
+    "reduce_scatter(Tensor flat, int size, str group, str unit, str codec='') -> Tensor",
     reduce_scatter_start,
-    lambda flat, size, group, unit: flat.new_empty(flat.numel() // size),
+    lambda flat, size, group, unit, codec="": flat.new_empty(flat.numel() // size),
     traits=Traits(
-        OnShard.MAKES, Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"])), "scatter"
+        OnShard.MAKES,
+        Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"], given["codec"])),
+        "scatter",
     ),
 )
 define(
-    "all_gather_into_(Tensor(a!) full, int rank, int size, str group, str unit) -> ()",
+    "all_gather_into_(Tensor(a!) full, int rank, int size, str group, str unit, str codec='') -> ()",
     all_gather_in_place_start,
-    lambda full, rank, size, group, unit: None,
+    lambda full, rank, size, group, unit, codec="": None,
     traits=Traits(
-        OnShard.LEAVES, Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"])), "gather in place"
+        OnShard.LEAVES,
+        Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"], given["codec"])),
+        "gather in place",
     ),
 )
 define(

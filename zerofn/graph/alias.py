@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .._torch_compat import OpOverload, aliased_arguments
-from ..ops.registry import UNDECLARED_VIEWS, may_write, traits_of, written_arguments
+from ..ops.registry import UNDECLARED_VIEWS, argument_places, may_write, traits_of, written_arguments
 from .nested import call_of, foreign_graphs, is_nested, is_unknown
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
@@ -115,11 +115,17 @@ def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
     """
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        # A transfer reads its input until it is waited for.
-        sent = node.args[0].all_input_nodes if node.target is torch.ops.zerofn.wait.default else []
+        sent = _sent(node.all_input_nodes[0]) if node.target is torch.ops.zerofn.wait.default else []
         for memory in {root[used]: None for used in (node, *node.all_input_nodes, *sent)}:
             found.setdefault(memory, []).append(node)
     return found
+
+
+def _sent(start: Node) -> list[Node]:
+    """Return what a transfer reads until it is waited for: its inputs, unless it sends an encoded copy of them."""
+    if isinstance(start.target, OpOverload) and (found := argument_places(start.target).get("codec")):
+        return [] if any(start.args[found[0] :][:1]) else start.all_input_nodes
+    return start.all_input_nodes
 
 
 def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
+from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, positions, roots, touches
@@ -101,7 +102,7 @@ def blocks(graph: Graph) -> list[Block]:
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
         dies, placed = where[touched[node][-1]], node.target is ops.bucket.default or bool(node.kwargs.get("place"))
         out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
-        received = _receive_buffers(node)
+        received = _transfer_buffers(node)
         if received:
             out.append(Block(node, received, "gradients", at, where[wait_of(node)]))
     return [block for block in out if block.nbytes]
@@ -148,14 +149,16 @@ def _nbytes(node: Node) -> int:
     return memory_bytes(value)
 
 
-def _receive_buffers(node: Node) -> int:
-    """Return the bytes of gloo's receive buffers: a reduce-scatter holds them, beside its result, until its wait.
-
-    At N ranks these are N - 2 shards.
+def _transfer_buffers(node: Node) -> int:
+    """Return the bytes that a reduce-scatter to N ranks holds beside its result until its wait: with a codec all
+    encoded shards, and those that it receives; otherwise gloo's receive buffers, N - 2 shards.
     """
-    if not reduces(node) or not is_host(node.meta["val"].device):
+    if not reduces(node):
         return 0
-    return max(0, argument(node, "size") - 2) * node.meta["val"].nbytes
+    shard, size, on_host = node.meta["val"], argument(node, "size"), is_host(node.meta["val"].device)
+    if codec := argument(node, "codec"):
+        return (size + size - on_host) * nbytes_on_wire(shard, codec)
+    return max(0, size - 2) * shard.nbytes if on_host else 0
 
 
 def complete_values(graph: Graph) -> None:

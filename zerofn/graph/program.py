@@ -195,10 +195,10 @@ class Program:
             if not isinstance(cut, Cut):
                 at += cut is None  # a plain tensor is one placeholder, another leaf is none
                 continue
-            for i, storage in enumerate(cut.storages):
+            for i, (unit, storage) in enumerate(zip(cut.spec.layout.units, cut.storages, strict=True)):
                 if first is not None:
                     whole = nodes[self.num_state + first + i]
-                    out.append((nodes[at], whole, storage.lies_in(whole.meta["val"].dtype)))
+                    out.append((nodes[at], whole, cut.spec.lies_in_copy(unit, storage)))
                 at += storage.num_parts
         return out
 

@@ -20,7 +20,8 @@ def read_local_shards(program: Program) -> None:
     """Read each leaf that is wholly in this rank's shard from the shard instead of the gathered unit.
 
     The gather then copies only the part of the shard that is needed by leaves which cross the shard's edges. It sends
-    the same bytes as before. Shards that are cast for the gather are left alone: the cast would have to live longer.
+    the same bytes as before. Shards that are cast for the gather are left alone: the cast would have to live longer. So
+    are those that a codec rounds on their way, as ranks compute with what arrives.
 
     The resulting graph differs by rank. So the memory search skips this pass, and it runs after the passes that decide
     the order of transfers.
@@ -30,7 +31,7 @@ def read_local_shards(program: Program) -> None:
     written = written_memory(root)
     for start in filter(is_gather, gm.graph.nodes):
         shard = argument(start, "shard")
-        if is_given(root[shard]) and root[shard] not in written:
+        if is_given(root[shard]) and root[shard] not in written and not argument(start, "codec"):
             _read(start, shard)
     clean(gm)
 

@@ -41,6 +41,8 @@ def start_param_gather(program: Program) -> None:
                 part.meta["val"] = None if value is None else value[start:stop]
                 graph.call_function(aten.copy_.default, (part, shard))
         if axis is not None:
+            codec = spec.codec_of(unit, unit.dtype)
             with graph.inserting_before(after):
-                graph.call_function(ops.all_gather_into_.default, (whole, axis.rank, axis.size, axis.group, unit.name))
+                to = (axis.rank, axis.size, axis.group, unit.name, *([codec] if codec else []))
+                graph.call_function(ops.all_gather_into_.default, (whole, *to))
     clean(gm)

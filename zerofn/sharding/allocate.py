@@ -35,9 +35,9 @@ def allocate(
 ) -> Sharded:
     """Return a `Sharded` of zeros.
 
-    `cached`: allocate the gathered copy, too; shards are views of it if dtypes agree. `storages`: the storage of
-    each unit's shard; plain tensors in the layout's dtypes by default. `scratch`: the store for parts on drives.
-    Errors call them `name`.
+    `cached`: allocate the gathered copy, too; shards are views of it if it has the same numbers. `storages`: the
+    storage of each unit's shard; plain tensors in the layout's dtypes by default. `scratch`: the store for parts on
+    drives. Errors call them `name`.
     """
     if cached:
         pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
@@ -51,7 +51,7 @@ def allocate(
         if cached:
             start, stop, size = spec.in_copy(unit)
             full.append(zeros(size, spec.precision.computes(storage.dtype), device))
-            if storage.lies_in(full[-1].dtype):
+            if spec.lies_in_copy(unit, storage):
                 parts.append(full[-1][start:stop])
         for k, (dtype, size, tier) in list(enumerate(storage.parts(b - a)))[len(parts) :]:
             if tier == "cpu":
@@ -147,14 +147,14 @@ def lacks_copy(sharded: Sharded) -> bool:
 def refill(sharded: Sharded) -> None:
     """Gather the copy that parameters hold beside their shards again, if an unflatten has dropped it.
 
-    The shards become views of it if dtypes agree, so nothing is held twice. All ranks must call it.
+    The shards become views of it if it has the same numbers, so nothing is held twice. All ranks must call it.
     """
     pending().wait_for_all()
     spec, shards, full = sharded.spec, [], []
     for unit, x in zip(spec.layout.units, sharded.stored, strict=True):
         start, stop, size = spec.in_copy(unit)
         full.append(zeros(size, spec.precision.computes(x.dtype), x.device))
-        if x.storage.lies_in(full[-1].dtype):
+        if spec.lies_in_copy(unit, x.storage):
             part = full[-1][start:stop].copy_(x.tensors[0].detach())
             x = Stored(x.storage, (part, *x.parts[1:]))
         shards.append(x)
@@ -181,19 +181,19 @@ def settle(sharded: Sharded) -> None:
     for i, (unit, shard) in enumerate(zip(spec.layout.units, sharded.stored, strict=True)):
         if full is not None:
             start, stop, _ = spec.in_copy(unit)
-            if not shard.storage.lies_in(full[i].dtype):
+            if not spec.lies_in_copy(unit, shard.storage):
                 full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
-            _gather_into([full[i]], spec.copied_over(unit), unit)
+            _gather_into([full[i]], spec.copied_over(unit), unit, spec.codec_of(unit, shard.dtype))
         elif spec.stage == 0 and spec.within(unit).size > 1:
             held = shard.loaded()
             _gather_into(held.tensors, spec.within(unit), unit)
             shard.save(held)
 
 
-def _gather_into(values: Iterable[Tensor], axis: Axis | None, unit: Unit) -> None:
+def _gather_into(values: Iterable[Tensor], axis: Axis | None, unit: Unit, codec: str = "") -> None:
     """Fill flat tensors, of which each rank has its part in place, from all ranks of an axis."""
     if axis is None:
         return
     for whole in values:
-        ops.all_gather_into_(whole, axis.rank, axis.size, axis.group, unit.name)
+        ops.all_gather_into_(whole, axis.rank, axis.size, axis.group, unit.name, codec)
         ops.wait(whole)

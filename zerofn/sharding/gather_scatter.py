@@ -52,14 +52,15 @@ class GatherUnit:
         return GatherUnit(self.spec, self.unit, self.dtype)
 
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
-        """Cast on the shard, then gather."""
+        """Cast on the shard, then gather. What is on every rank already is rounded as if it was sent."""
         steps = self.spec.steps(self.unit, self.full is not None)
         if self.full is not None and not steps:
             return (self.full.view_as(self.full),)
         x = self.spec.precision.narrow(shard) if self.full is None else self.full
+        codec = self.spec.codec_of(self.unit, self.dtype)
         for axis in steps:
-            (x,) = AllGather(axis, self.unit.name)(x)
-        return (x if steps else ops.as_whole(x),)
+            (x,) = AllGather(axis, self.unit.name, codec=codec)(x)
+        return (x if steps else ops.as_whole(ops.rounded(x, codec) if codec else x),)
 
 
 @dataclass(frozen=True)
@@ -85,10 +86,10 @@ class ScatterUnit:
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
-    axis, replicas = spec.within(unit), spec.mesh.replicas
-    shard = ReduceScatter(axis, unit.name)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
+    axis, replicas, codec = spec.within(unit), spec.mesh.replicas, spec.precision.sends(flat.dtype)
+    shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        (shard,) = ReduceScatter(replicas, unit.name)(shard)
+        (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
         if spec.shared_over:
             shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.

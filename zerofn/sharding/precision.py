@@ -1,12 +1,13 @@
-"""The dtypes of parameters: as stored, as computed with, and as reduced."""
+"""The dtypes of parameters: as stored, as computed with, as reduced, and as sent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from ..comm.wire import CODECS
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
 from ..util.arguments import check_fields
 from ..util.errors import nearest
@@ -19,14 +20,33 @@ class Precision:
     `param=None` keeps each leaf's dtype, `compute=None` is the stored dtype, `reduce=None` is the compute dtype.
     Gradients accumulate over microbatches in the reduce dtype. A float32 parameter with `compute=bfloat16` is
     stored as a split master: its upper half is what is gathered and used, and both halves take 4 bytes.
+
+    `wire="bf16"`: what would travel between ranks in float32, parameters and gradients, travels in bfloat16. Masters
+    and moments stay exact.
+
+    - Parameters that ranks have shards of are computed with as they arrive: `p.bfloat16().float()`, also this rank's
+      own, and at stage 0, where none are sent.
+    - Each rank rounds its gradients once, and the rank that has the shard adds them in float32, in rank order. With an
+      axis `replicate`, these sums are rounded once more, and added along it.
+    - Sums that ranks then gather stay in float32: those of stage 0, and along `replicate` without hpz. So every stage
+      gives the same bits.
+
+    A map between ranks that rounds is differentiated as if it did not. On one rank nothing is sent, nor rounded. Raises
+    `ValueError` for another `wire`.
     """
 
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.wire is not None and self.wire not in CODECS:
+            raise ValueError(
+                f"wire={self.wire!r} is not known; did you mean {nearest(self.wire, CODECS, 1, 0.0)[0]!r}? Leave it "
+                "out to send everything as it is."
+            )
 
     def computes(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter stored as `stored` is gathered and used."""
@@ -35,6 +55,10 @@ class Precision:
     def reduces(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
         return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
+
+    def sends(self, dtype: torch.dtype) -> str:
+        """Return the codec by which values of a dtype travel (`comm.wire`); "" if they travel as they are."""
+        return self.wire if self.wire is not None and dtype is torch.float32 else ""
 
     def splits(self, stored: torch.dtype) -> bool:
         """Return whether a parameter stored as `stored` is a split master."""
@@ -52,10 +76,15 @@ NAMED = {
 }
 
 
-def resolve(precision: Precision | str | None) -> Precision:
-    """Return the `Precision` that `shard` was asked for. Raises `ValueError` or `TypeError` that offers the nearest
-    name.
+def resolve(precision: Precision | str | None, wire: str | None = None) -> Precision:
+    """Return the `Precision` that `shard` was asked for, with the codec of `wire=`. Raises `ValueError` or `TypeError`
+    that offers the nearest name, and `ValueError` for two codecs.
     """
+    if wire is not None:
+        found = resolve(precision)
+        if found.wire not in (None, wire):
+            raise ValueError(f"shard: wire={wire!r}, and the precision has wire={found.wire!r}; leave one of them out.")
+        return replace(found, wire=wire)
     if precision is None:
         return Precision()
     if isinstance(precision, Precision):

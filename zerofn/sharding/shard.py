@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +25,7 @@ from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
 from ..offload.disk import Store
-from ..offload.policy import Offload, check_memory
+from ..offload.policy import Offload
 from ..offload.policy import resolve as resolve_offload
 from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.arguments import checked
@@ -39,7 +37,16 @@ from .gather_scatter import gather_leaves
 from .layout import Layout, Unit
 from .partition import Partition, partition_of
 from .precision import Precision, resolve
-from .shard_plan import ReplicatedPart, ShardedPart, ShardPolicy, check_stage, description, given_cuts, plan_state
+from .shard_plan import (
+    ReplicatedPart,
+    ShardedPart,
+    ShardPolicy,
+    check_offload,
+    check_stage,
+    description,
+    given_cuts,
+    plan_state,
+)
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 
@@ -60,6 +67,7 @@ def shard(
     plan: Any = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
     hpz: bool = False,
+    wire: str | None = None,
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
@@ -85,19 +93,18 @@ def shard(
     ranks of `data` (hybrid sharding). `hpz`: cut each shard once more over `replicate`, the optimizer's state with it,
     and hold the uncut shard of the parameters as a copy in the compute dtype: gathers still stay among the ranks of
     `data`, the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
-    `tensor`, as `zerofn.parallel.tensor` returns it.
+    `tensor`, as `zerofn.parallel.tensor` returns it. `wire`: "bf16" sends what is float32 so (see `Precision`).
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
     about the layout, or a function computes something else on one of them: other numbers, files, or seeds inside it.
     Nothing is allocated before these checks.
     """
-    if stage == "auto" or plan is not None:
-        stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, plan, Mesh.of(mesh))
+    stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, wire, plan, mesh)
     where: Mesh = the(Meshes).know(Mesh.of(mesh))
     if current_dry_run() is not None:
-        return _shard_dry(state_or_init, stage, where, precision, unit, cuts, hpz)
-    plan_it = partial(_plan, state_or_init, stage, where, precision, unit, device, offload, cuts, hpz)
+        return _shard_dry(state_or_init, stage, where, resolve(precision, wire) if wire else precision, unit, cuts, hpz)
+    plan_it = partial(_plan, state_or_init, stage, where, precision, unit, device, offload, cuts, hpz, wire)
     map_large_blocks()
     with contextlib.ExitStack() as alike:
         if _is_function(state_or_init):
@@ -132,17 +139,22 @@ def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPar
     return agree_on("zerofn.shard", lambda: (scratch_for(cuts), ""))
 
 
-def _planned(stage: Any, precision: Any, offload: Any, hpz: Any, plan: Any, mesh: Mesh) -> tuple[int, Any, Any, bool]:
-    """Return (stage, precision, offload, hpz) of a plan's recommended row."""
+def _planned(
+    stage: Any, precision: Any, offload: Any, hpz: Any, wire: Any, plan: Any, mesh: Any
+) -> tuple[Any, Any, Any, Any]:
+    """Return (stage, precision, offload, hpz) of a plan's recommended row; as they are if no plan is asked for."""
+    if stage != "auto" and plan is None:
+        return stage, precision, offload, hpz
+    mesh = Mesh.of(mesh)
     if stage != "auto" or not hasattr(plan, "options"):
         raise ValueError(
             "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
             "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
         )
-    if precision is not None or offload is not None or hpz:
+    if any(x is not None for x in (precision, offload, wire)) or hpz:
         raise ValueError(
-            "shard(stage='auto') takes precision, offload and hpz from the plan; leave them out, or give them "
-            "to zerofn.plan."
+            "shard(stage='auto') takes precision, offload and hpz from the plan; leave them and wire out, or "
+            "give them to zerofn.plan."
         )
     if plan.world != mesh.num_ranks:
         raise ValueError(
@@ -200,6 +212,7 @@ def _plan(
     offload: Any,
     cuts: Any,
     hpz: Any,
+    wire: Any,
 ) -> tuple[Any, str]:
     """Find every error before anything is allocated or sent.
 
@@ -208,12 +221,12 @@ def _plan(
     """
     check_stage(stage)
     partition = partition_of(mesh, stage, hpz)
-    precision, device = resolve(precision), _numbered(device)
+    precision, device = resolve(precision, wire), _numbered(device)
     state, replay = _initial(state_or_init, precision)
     policy = _policy(state, stage, partition, precision, unit, device, offload, cuts)
     parts, treedef = plan_state(state, policy)
     if policy.offload.optimizer or policy.offload.params:
-        _check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
+        check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
     given: Any = replay or tree.leaves(state)
     names, lines = tree.field_names(tree.structure(state)), list[str]()
     if mesh.num_ranks > 1:
@@ -256,21 +269,6 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Replay | No
     with uncollected():
         replay = record(lambda: adapted(state_or_init(), precision), tree.flatten)
     return replay.output, replay
-
-
-def _check_offload(offload: Offload, cuts: list[ShardedPart], home: torch.device) -> None:
-    if not any(storage.placement for cut in cuts for storage in cut.storages):
-        raise ValueError(
-            f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
-            "offload the parameters: Offload(params=...)."
-        )
-    kept: Counter[str] = Counter()
-    for cut in cuts:
-        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
-            for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards(unit))):
-                what = "parameters" if cut.is_params and k == 0 else "optimizer"
-                kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
-    check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 @checked("rank", "only")

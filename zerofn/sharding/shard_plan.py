@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.mesh import Mesh
-from ..offload.policy import Offload, of_units
+from ..offload.policy import Offload, check_memory, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..parallel.cuts import Cut, local_shape
 from ..parallel.overlaps import makes_up
@@ -157,6 +159,22 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
         trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
         label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
     )
+
+
+def check_offload(offload: Offload, cuts: Sequence[ShardedPart], home: torch.device) -> None:
+    """Raise `ValueError` if there is nothing to offload, and `MemoryError` if it does not fit into host memory."""
+    if not any(storage.placement for cut in cuts for storage in cut.storages):
+        raise ValueError(
+            f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
+            "offload the parameters: Offload(params=...)."
+        )
+    kept: Counter[str] = Counter()
+    for cut in cuts:
+        for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
+            for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards(unit))):
+                what = "parameters" if cut.is_params and k == 0 else "optimizer"
+                kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
+    check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..collectives.maps import rows_over
@@ -20,6 +21,7 @@ from ..parallel.cuts import counts
 from .layout import Layout, Leaf, Unit, restrict
 from .partition import Partition
 from .precision import Precision
+from .storage import StorageSpec
 
 _signatures: dict[Any, int] = {}
 
@@ -78,6 +80,14 @@ class Spec:
         or nothing of the unit. See `Partition`.
         """
         return self.partition.copied_over(self.stage, unit.of_experts) if unit.size else None
+
+    def codec_of(self, unit: Unit, stored: torch.dtype) -> str:
+        """Return the codec by which a unit stored as `stored` is gathered, and rounded at stage 0; "" for none."""
+        return self.precision.sends(self.precision.computes(stored)) if unit.num_shards > 1 else ""
+
+    def lies_in_copy(self, unit: Unit, storage: StorageSpec) -> bool:
+        """Return whether a shard is a view of the copy; not of one that is rounded."""
+        return storage.lies_in(self.precision.computes(storage.dtype)) and not self.codec_of(unit, storage.dtype)
 
     @property
     def has_copies(self) -> bool:

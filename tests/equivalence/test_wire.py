@@ -1,0 +1,312 @@
+"""Transfers in bfloat16, beside plain torch that rounds where they do."""
+
+import functools
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, state_of, train_step_of
+from zerofn import optim
+from zerofn.comm.transport import SentBytes
+from zerofn.util.process import the
+
+LEARNING_RATE, STEPS = 0.05, 3
+
+
+def model():
+    """Odd sizes: leaves that cross the edges of shards."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(23, 131), nn.GELU(), nn.Linear(131, 7), nn.Tanh(), nn.Linear(7, 23))
+
+
+def rows(rank, step=0, num_rows=8):
+    return torch.randn(num_rows, 23, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def started(stage, num_microbatches=1, tx=None, reduce=None, **options):
+    """(state, step)"""
+    net = model()
+
+    def loss_fn(params, x):
+        return functional_call(net, params, (x,)).square().mean()
+
+    def step(state, x):
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (vg if num_microbatches == 1 else zerofn.accumulate(vg, num_microbatches, reduce=reduce))(x)
+        return state.apply_gradients(grads), loss
+
+    init = zerofn.TrainState.create(params=dict(net.named_parameters()), tx=tx or optim.sgd(LEARNING_RATE))
+    return zerofn.shard(init, stage=stage, **{"wire": "bf16", **options}), step
+
+
+def trained(state, step, **options):
+    """The losses of some steps, and the masters."""
+    run, losses = zerofn.compile(step, **options), []
+    for k in range(STEPS):
+        state, loss = run(state, rows(zerofn.rank(), k))
+        losses.append(loss)
+    return {"losses": torch.stack(losses), **zerofn.unshard(state.params)}
+
+
+def rounded(x):
+    return x.bfloat16().float()
+
+
+def by_torch(size, num_microbatches=1, reduce="step", code=rounded):
+    """The same by plain torch: what is sent is rounded, and summed by rank."""
+    net, losses = model(), []
+    for step in range(STEPS):
+        masters = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(code(p))
+        found, each = [], []
+        for rank in range(size):
+            parts = [_gradients(net, x, size) for x in rows(rank, step).chunk(num_microbatches)]
+            each.append(sum(loss for loss, _ in parts) / num_microbatches)
+            mine = [gradients for _, gradients in parts]
+            found.append([_sum(x) for x in zip(*mine, strict=True)] if reduce == "step" else mine)
+        losses.append(_sum(each) / size)
+        if reduce == "step":
+            sums = [_sum(map(code, x)) for x in zip(*found, strict=True)]
+        else:
+            reduced = [[_sum(map(code, x)) for x in zip(*ranks, strict=True)] for ranks in zip(*found, strict=True)]
+            sums = [_sum(x) for x in zip(*reduced, strict=True)]
+        with torch.no_grad():
+            for p, master, g in zip(net.parameters(), masters, sums, strict=True):
+                p.copy_(master)
+                p.grad = g
+        torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
+    return {"losses": torch.stack(losses), **{k: p.detach() for k, p in net.named_parameters()}}
+
+
+def _sum(xs):
+    return functools.reduce(torch.add, xs)
+
+
+def _gradients(net, x, size):
+    loss = net(x).square().mean()
+    parts = size * (8 // len(x))
+    return loss.detach(), torch.autograd.grad(loss, list(net.parameters()), torch.tensor(1.0 / parts))
+
+
+def every_stage():
+    size = zerofn.world_size()
+    want = by_torch(size, code=rounded if size > 1 else torch.clone)
+    for stage in range(4):
+        assert_same_trees(trained(*started(stage)), want, f"stage {stage}")
+        (state, step), losses = started(stage), []
+        for k in range(STEPS):
+            state, loss = step(state, rows(zerofn.rank(), k))
+            losses.append(loss)
+        found = {"losses": torch.stack(losses), **zerofn.unshard(state.params)}
+        assert_same_trees(found, want, f"stage {stage}, not compiled")
+    if size > 1:
+        assert not torch.equal(want["0.weight"], by_torch(size, code=torch.clone)["0.weight"])
+
+
+@pytest.mark.part(size=[1])
+@pytest.mark.part(size=[3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_stage_gives_the_bits_of_torch_that_rounds_what_is_sent(ranks, size):
+    ranks(size, every_stage)
+
+
+def with_microbatches(reduce):
+    want = by_torch(zerofn.world_size(), 4, reduce)
+    for stage in range(4):
+        assert_same_trees(trained(*started(stage, 4, reduce=reduce)), want, f"stage {stage}")
+
+
+@pytest.mark.part(size=[2])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("reduce", ["step", "microbatch"])
+def test_microbatches_are_rounded_as_often_as_they_are_sent(ranks, size, reduce):
+    ranks(size, with_microbatches, reduce)
+
+
+def sent_by_a_step(stage, **options):
+    """Bytes, planned and sent by this process."""
+    state, step = started(stage, tx=optim.adamw(1e-2), **options)
+    run, x = zerofn.compile(step), rows(zerofn.rank())
+    state, _ = run(state, x)
+    plan, before = run.lower(state, x), the(SentBytes).by_group.total()
+    state, _ = run(state, x)
+    zerofn.unshard(state.params)  # waits for copies
+    zerofn.unshard(state.params)
+    twice, before = the(SentBytes).by_group.total() - before, the(SentBytes).by_group.total()
+    zerofn.unshard(state.params)
+    return plan.sent, twice - 2 * (the(SentBytes).by_group.total() - before)
+
+
+def bytes_of_stages():
+    for stage in range(4):
+        (planned, sent), (without, sent_without) = (sent_by_a_step(stage, wire=wire) for wire in ("bf16", None))
+        assert planned == sent and without == sent_without, f"stage {stage}"
+        # Gradients that ranks gather, so that all have the sum, are not rounded again: half of what stage 0 sends.
+        assert planned / without < (0.77 if stage == 0 else 0.52), f"stage {stage}"
+
+
+@pytest.mark.part(size=[2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_sent_is_planned_and_half(ranks, size):
+    ranks(size, bytes_of_stages)
+
+
+def within_budgets():
+    """At stage 3, with as little memory as possible and half-way: units are gathered again, in the same form."""
+    module, found = build(6, dropout=0.1), {}
+    run = functools.partial(zerofn.compile, train_step_of(module))
+    state = lambda: state_of(module, 3, optim.adamw(1e-2), wire="bf16")  # noqa: E731
+    batch = batch_of(zerofn.rank(), rows=256)
+    with pytest.raises(MemoryError, match="cannot be scheduled within 10 bytes") as error:
+        run(memory=10).lower(state(), batch)
+    low = int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
+    most = run(memory="1TB").lower(state(), batch).memory().total
+    for memory in ("1TB", (low + most) // 2, low):
+        step, value = run(memory=memory), state()
+        plan = step.lower(value, batch)
+        for _ in range(STEPS):
+            value, _ = step(value, batch)
+        found[memory] = zerofn.unshard(value.params)
+        assert memory == "1TB" or plan.memory().total <= memory < most
+        assert_same_trees(found[memory], found["1TB"], f"within {memory}")
+
+
+def test_a_budget_changes_no_bit(ranks):
+    ranks(2, within_budgets)
+
+
+def saved_and_loaded(folder, stage):
+    """Checkpoints hold exact masters: with `wire` and without, each loads what the other saved, and goes on."""
+    found = {}
+    for wire, other in (("bf16", None), (None, "bf16")):
+        state, step = started(stage, tx=optim.adamw(1e-2), wire=wire)
+        for k in range(STEPS):
+            state, _ = step(state, rows(zerofn.rank(), k))
+        zerofn.save(f"{folder}/{wire}", state)
+        like, _ = started(stage, tx=optim.adamw(1e-2), wire=other)
+        loaded = zerofn.load(f"{folder}/{wire}", like=like)
+        assert_same_trees(zerofn.unshard(loaded.params), zerofn.unshard(state.params))
+        seen = zerofn.gather(loaded.params)
+        assert_same_trees(seen, {k: rounded(x) if other else x for k, x in zerofn.unshard(loaded.params).items()})
+        assert not torch.equal(seen["0.weight"], zerofn.gather(state.params)["0.weight"])
+        found[wire] = loaded.params.spec.precision.wire
+    assert found == {"bf16": None, None: "bf16"}
+
+
+@pytest.mark.part(stage=[1])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_masters_are_exact_where_they_are_saved(ranks, tmp_path, stage):
+    ranks(2, saved_and_loaded, str(tmp_path), stage)
+
+
+def over_replicas():
+    """Two by two ranks: sums along `data` are rounded once more before they are added along `replicate`."""
+    mesh = zerofn.Mesh.make(replicate=2, data=2)
+    net = model()
+    found = [_gradients(_rounded_model(), rows(rank), 4)[1] for rank in range(4)]
+    along = [[_sum(map(rounded, x)) for x in zip(*found[k : k + 2], strict=True)] for k in (0, 2)]
+    sums = [_sum(map(rounded, x)) for x in zip(*along, strict=True)]
+    for p, g in zip(net.parameters(), sums, strict=True):
+        p.grad = g
+    torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
+    want = {k: p.detach() for k, p in net.named_parameters()}
+    for stage, hpz in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+        state, step = started(stage, mesh=mesh, hpz=hpz)
+        run = zerofn.compile(step)
+        place = mesh.axis("replicate").rank * 2 + mesh.axis("data").rank
+        state, _ = run(state, rows(place))
+        assert_same_trees(zerofn.unshard(state.params), want, f"stage {stage}, hpz {hpz}")
+        assert_same_trees(zerofn.gather(state.params), {k: rounded(x) for k, x in want.items()}, f"stage {stage}")
+        if stage == 3:
+            halves = [sent_by_a_step(3, mesh=mesh, hpz=hpz, wire=wire) for wire in ("bf16", None)]
+            assert all(planned == sent for planned, sent in halves)
+            assert halves[0][0] / halves[1][0] < (0.52 if hpz else 0.65)
+
+
+def _rounded_model():
+    net = model()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(rounded(p))
+    return net
+
+
+def test_replicas_and_hpz(ranks):
+    ranks(4, over_replicas)
+
+
+def beside_half_precision():
+    """Gradients of a model in bfloat16 are numbers of bfloat16: where they are sent as such, not a bit changes."""
+    module = build(3)
+    batch = {k: x.bfloat16() for k, x in batch_of(zerofn.rank()).items()}
+    for stage in range(4):
+        found, sent = [], []
+        for wire in ("bf16", None):
+            state, step = state_of(module, stage, precision="bf16", wire=wire), zerofn.compile(train_step_of(module))
+            sent.append(step.lower(state, batch).sent)
+            for _ in range(STEPS):
+                state, _ = step(state, batch)
+            found.append(zerofn.unshard(state.params))
+        assert_same_trees(*found, f"stage {stage}")
+        assert sent[0] < sent[1]
+
+
+def test_gradients_of_a_model_in_half_precision_are_sent_so(ranks):
+    ranks(2, beside_half_precision)
+
+
+def offloaded(folder):
+    want = trained(*started(3, tx=optim.adamw(1e-2)))
+    drives = {"optimizer": "nvme", "path": folder}
+    for stage, tiers in (
+        (3, drives),
+        (3, {**drives, "params": "nvme"}),
+        (0, {**drives, "params": "nvme"}),
+        (1, drives),
+    ):
+        found = trained(*started(stage, tx=optim.adamw(1e-2), offload=zerofn.Offload(**tiers)))
+        assert_same_trees(found, want, f"stage {stage}, {tiers}")
+
+
+def test_offloading_changes_no_bit(ranks, tmp_path):
+    ranks(2, offloaded, str(tmp_path))
+
+
+def second_derivatives():
+    """A Hessian-vector product, beside plain torch's at the rounded point, along the rounded direction."""
+    net, size = model(), zerofn.world_size()
+    draw = torch.Generator().manual_seed(5)
+    params = {k: p.detach() for k, p in net.named_parameters()}
+    along = {k: torch.randn(p.shape, generator=draw) for k, p in params.items()}
+
+    def product(gather, rank, params, along):
+        gradient = torch.func.grad(lambda p: functional_call(net, gather(p), (rows(rank),)).square().mean())
+        return torch.func.jvp(gradient, (params,), (along,))[1]
+
+    at, direction = ({k: rounded(x) for k, x in xs.items()} for xs in (params, along))
+    each = [product(dict, rank, at, direction) for rank in range(size)]
+    want = {k: _sum(rounded(x[k]) for x in each) / size for k in params}
+    for stage in range(4):
+        state = zerofn.shard({"params": params, "along": along}, stage=stage, wire="bf16")
+        found = product(zerofn.gather, zerofn.rank(), state["params"], state["along"])
+        assert_same_trees(zerofn.unshard(found), want, f"stage {stage}")
+
+
+def test_higher_derivatives_are_those_at_the_rounded_point(ranks):
+    ranks(2, second_derivatives)
+
+
+def different():
+    with pytest.raises(RuntimeError, match="wire"):
+        zerofn.shard({"params": {"w": torch.ones(3)}}, wire="bf16" if zerofn.rank() else None)
+
+
+def test_ranks_that_disagree_say_so(ranks):
+    ranks(2, different)

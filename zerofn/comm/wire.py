@@ -1,0 +1,85 @@
+"""Wire codecs: in which form float32 travels between ranks. Each is declared here, once.
+
+A transfer names its codec; "" is none. Its start encodes and sends, its wait decodes. So for every pass a coded
+transfer is what an uncoded one is: one start, one wait, the same tensors. Only the bytes that are sent, and the buffers
+that a start makes, are others.
+
+To add a codec, declare it in `CODECS`. Encoding a decoded tensor must give the same numbers again: ranks send on what
+they have received.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.registry import OnShard, Traits, define
+
+SMALL = 4096  # elements that are decoded through a copy
+_PIECE = 1 << 16  # elements that are added at a time: torch's CPU operations cast an operand as a whole beforehand
+
+
+@dataclass(frozen=True)
+class WireCodec:
+    """float32 as another dtype, rounded to nearest, ties to even. `dtype`: at most half as wide."""
+
+    dtype: torch.dtype
+
+    def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the elements as they are sent, in `out` or in new memory."""
+        return (torch.empty(x.shape, dtype=self.dtype, device=x.device) if out is None else out).copy_(x)
+
+    def place_in(self, whole: Tensor) -> Tensor:
+        """Return the part of the memory of a flat float32 tensor in which as many encoded elements are received, for
+        `decode_`: its end.
+        """
+        coded = whole.view(self.dtype)
+        return coded[len(coded) - len(whole) :]
+
+    def decode_(self, whole: Tensor) -> None:
+        """Decode what lies in `place_in(whole)`, into `whole`.
+
+        From the start on, each time as much as can be written without reaching what is not yet read: half of the rest.
+        """
+        coded, start, size = self.place_in(whole), 0, len(whole)
+        while size - start > SMALL:
+            stop = (start + size) // 2
+            whole[start:stop].copy_(coded[start:stop])
+            start = stop
+        whole[start:].copy_(coded[start:].clone())
+
+    def add_(self, total: Tensor, coded: Tensor) -> None:
+        """Add encoded elements to a float32 sum."""
+        piece = _PIECE if total.device.type == "cpu" else max(1, len(total))
+        for a, b in zip(total.split(piece), coded.split(piece), strict=True):
+            a.add_(b)
+
+    def nbytes(self, size: int) -> int:
+        """Return the bytes of `size` encoded elements."""
+        return size * self.dtype.itemsize
+
+
+CODECS = {"bf16": WireCodec(torch.bfloat16)}
+
+
+def nbytes_on_wire(x: Tensor, codec: str) -> int:
+    """Return the bytes of a tensor as it is sent."""
+    return CODECS[codec].nbytes(x.numel()) if codec else x.nbytes
+
+
+def rounded(x: Tensor, codec: str) -> Tensor:
+    """float32 -> float32, as it arrives after it was sent: for what is on every rank already."""
+    out, how = torch.empty(x.shape, dtype=x.dtype, device=x.device), CODECS[codec]
+    how.encode(x.reshape(-1), how.place_in(out.view(-1)))
+    how.decode_(out.view(-1))
+    return out
+
+
+define(
+    "rounded(Tensor x, str codec) -> Tensor",
+    rounded,
+    lambda x, codec: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    traits=Traits(OnShard.KEEPS, casts=True),
+)
