@@ -215,10 +215,11 @@ def meeting_the_state(note, build=mlp):
 
     def train_step(state, batch):
         _, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).pow(3).mean())(batch)
-        state = state.apply_gradients(grads)
-        if note is None:
-            return state, None
-        return state.replace(extra={"norm": note(zerofn.gather(state.params)["up.weight"].square().sum())}), None
+
+        def extra(params):
+            return {} if note is None else {"norm": note(zerofn.gather(params)["up.weight"].square().sum())}
+
+        return state.apply_gradients(grads, extra=extra), None
 
     state = zerofn.shard(init_state, mesh=mesh, cuts=cuts)
     zerofn.compile(train_step)(state, torch.ones(4, 6, dtype=torch.float64))
