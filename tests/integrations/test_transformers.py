@@ -447,12 +447,28 @@ def test_labels_of_one_width_keep_it(tmp_path):
 
 def ragged_on_ranks(folder, rank_rows, steps):
     args = TrainingArguments(**options(folder, per_device_train_batch_size=rank_rows, max_steps=steps, stage=3,
-                                       per_device_eval_batch_size=rank_rows))  # fmt: skip
+                                       per_device_eval_batch_size=rank_rows, save_strategy="steps",
+                                       save_steps=2))  # fmt: skip
     data = rows(48, odd=True)
     trainer = Trainer(build(), args, train_dataset=data, eval_dataset=data[:8], data_collator=padded)
+    trainer.add_callback(SavesAlone(trainer))
     trainer.train()
+    assert len(trainer._step._entries) <= 2  # of two lengths: neither saves nor what they write to the config count
     found = trainer.predict(data[:8])
     return losses(trainer), found.metrics["test_loss"], found.predictions
+
+
+class SavesAlone(transformers.TrainerCallback):
+    """What rank 0 saves is written into the model's config, on that rank."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            with self.trainer.whole_model():
+                if self.trainer.is_world_process_zero():
+                    self.trainer.model.save_pretrained(f"{args.output_dir}/alone")
 
 
 class OwnRate(transformers.TrainerCallback):

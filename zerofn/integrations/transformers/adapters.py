@@ -56,10 +56,21 @@ def load_adapters(model: Any, folder: Path) -> None:
             set_peft_model_state_dict(model, weights, adapter_name=adapter)
 
 
+def as_saved(model: nn.Module) -> None:
+    """Let the config say what `save_pretrained` writes into it. One rank alone saves, and what the config says decides
+    about a capture.
+    """
+    if isinstance(model, transformers.PreTrainedModel):
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        return
+    for part in model.children():
+        as_saved(part)
+
+
 def save_beside(model: nn.Module, processor: Any, args: Any, out: Path) -> None:
     """Write what `from_pretrained` and transformers' trainers open beside weights."""
     if isinstance(model, transformers.PreTrainedModel):
-        model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(out)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(out)

@@ -20,7 +20,7 @@ from ..effects import Effects
 from ..groups import let_go
 from ..live import Live, is_live, parameters_of
 from ..modules import buffers_to, is_shape_only, saved_buffers
-from .adapters import check_adapters, has_adapters, load_adapters, save_adapters, save_beside
+from .adapters import as_saved, check_adapters, has_adapters, load_adapters, save_adapters, save_beside
 from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, outputs_of
 from .meshes import TrainerOnMesh
@@ -207,6 +207,7 @@ class Trainer(TrainerOnMesh):
         """Let the model have the state's parameters, and the optimizer the model's."""
         before = dict(self.model.named_parameters())
         self._live = Live(self.model, lambda: self._sharded, self._take)
+        as_saved(self.model)
         if self._optimizes is not None:
             let_go(self._optimizes, {id(p): self._live.parameters[name] for name, p in before.items()})
 
