@@ -24,7 +24,7 @@ _item, _attribute = functools.cache(itemgetter), functools.cache(attrgetter)
 
 
 class Table:
-    """Table with the objects that they held when they were noted. `hold` says whether they still do."""
+    """Places with the objects that they held when they were noted. `hold` says whether they still do."""
 
     def __init__(self) -> None:
         self._columns: dict[Callable[[Any], Any], tuple[list[Any], list[Any]]] = {}  # way -> (holders, values)

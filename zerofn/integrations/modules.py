@@ -82,7 +82,7 @@ def check_memory(module: nn.Module) -> None:
         for attribute, x in vars(part).items():
             if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
                 for *_, owner in spans.get(x.untyped_storage()._cdata, ()):
-                    owner._shared_with = f"{prefix}.{attribute}" if prefix else attribute  # type: ignore[attr-defined]
+                    owner._shared_with = _path(prefix, attribute)  # type: ignore[attr-defined]
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -121,9 +121,9 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
     listed = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
     named = {}
     for prefix, part in module.named_modules():  # each once
-        for last, x in (*part._parameters.items(), *part._buffers.items()):
-            if x is not None and listed[id(x)] in values:
-                named[f"{prefix}.{last}" if prefix else last] = values[listed[id(x)]]
+        for last, own in _held(part):
+            if own is not None and listed[id(own)] in values:
+                named[_path(prefix, last)] = values[listed[id(own)]]
     with _Unwritten({name: x for name, (x, _) in lent.items()}):
         try:
             found = functional_call(module, named, args, kwargs, tie_weights=False)
@@ -152,13 +152,17 @@ def _held(part: nn.Module) -> list[tuple[str, Tensor | None]]:
     return [*part._parameters.items(), *part._buffers.items()]
 
 
+def _path(prefix: str, last: str) -> str:
+    return f"{prefix}.{last}" if prefix else last
+
+
 def _let_go(module: nn.Module, before: Mapping[nn.Module, set[str]]) -> str:
     """Take from a module the parameters and buffers that were not there `before`. Return the name of one, or ""."""
     found = ""
     for prefix, part in module.named_modules():
         for last, x in _held(part):
             if x is not None and last not in before.get(part, ()):
-                found = _own(f"{prefix}.{last}" if prefix else last)
+                found = _own(_path(prefix, last))
                 (part._buffers if last in part._buffers else part._parameters)[last] = None
     return found
 

@@ -140,10 +140,11 @@ class TrainState:
             loss_scale=scale,
         )
         began: Update | None = getattr(self, "_update", None)
-        replaced = began is not None and began.finite is None and began.before is not self.extra
-        if replaced:
+        before = self.extra
+        if began is not None and began.finite is None and began.before is not before:  # by `replace`, in this step
             warn_of_replace()
-        update = Update(began.before if replaced and began is not None else self.extra, finite)
+            before = began.before
+        update = Update(before, finite)
         if extra is not SAME:
             new = dataclasses.replace(new, extra=extra(new.params) if callable(extra) else extra)
         return new._after(update)

@@ -14,6 +14,7 @@ import transformers
 import zerofn
 
 from .meshes import axes_of
+from .padding import MULTIPLE
 
 if TYPE_CHECKING:
     _Arguments = Any
@@ -231,11 +232,11 @@ class TrainingArguments(OurArguments, transformers.TrainingArguments):
     `pad_to_multiple_of`; 1 leaves batches as the collator makes them, on every rank.
     """
 
-    pad_to_multiple_of: int = field(default=16, metadata={"help": _MULTIPLE})
+    pad_to_multiple_of: int = field(default=MULTIPLE, metadata={"help": _MULTIPLE})
 
 
 @dataclass
 class Seq2SeqTrainingArguments(OurArguments, transformers.Seq2SeqTrainingArguments):
     """The same for `Seq2SeqTrainer`."""
 
-    pad_to_multiple_of: int = field(default=16, metadata={"help": _MULTIPLE})
+    pad_to_multiple_of: int = field(default=MULTIPLE, metadata={"help": _MULTIPLE})

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import zerofn
 
 from .evaluation import mapped
-from .per_token import PerToken, device_of, source_of
+from .per_token import PerToken, device_of, hashed, source_of
 
 MULTIPLE = 16  # lengths but a run's first are multiples of this
 _SOURCE = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
@@ -156,7 +155,7 @@ class Padding:
             for name, x in sorted(inputs.items())
             if isinstance(x, Tensor) and name not in beside
         ]
-        return zlib.crc32(repr(shapes).encode())
+        return hashed(shapes)
 
     def _rounded(self, length: int) -> int:
         longer = -(-length // self._multiple) * self._multiple

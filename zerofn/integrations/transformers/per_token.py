@@ -53,7 +53,7 @@ class PerToken:
             return list(kinds)
         rows, found = [], self.entries(inputs)
         for name, x in found.items():
-            key, rest = _number(name), _number((x.dtype, *x.shape[:1], *x.shape[2:]))
+            key, rest = hashed(name), hashed((x.dtype, *x.shape[:1], *x.shape[2:]))
             self._names[key] = name
             rows.append([key, inputs[source_of(inputs)].shape[1], x.shape[1], rest])
         rows += [[0] * 4] * (number - len(rows))
@@ -62,19 +62,19 @@ class PerToken:
             self._seen.setdefault(key, set()).add((length, width))
             self._last.append(key)
         return [
-            _number((kind, *((key, rest, self._more(key) != {0} and width) for key, n, width, rest in of_rank if n)))
+            hashed((kind, *((key, rest, self._more(key) != {0} and width) for key, n, width, rest in of_rank if n)))
             for kind, of_rank in zip(kinds, all_rows, strict=True)
         ]
 
     def padded(self, inputs: Mapping[str, Any]) -> list[str]:
         """Return the names of the entries that are padded with `input_ids`."""
-        return [name for name in self.entries(inputs) if self._is_per_token(_number(name))]
+        return [name for name in self.entries(inputs) if self._is_per_token(hashed(name))]
 
     def check(self, inputs: Mapping[str, Any] | None = None) -> None:
         """Note that a batch, or the last one of any rank, is padded. Raises `ValueError` if it isn't clear whether an
         entry has a value for each token. On all ranks, or on none.
         """
-        for key in self._last if inputs is None else map(_number, self.entries(inputs)):
+        for key in self._last if inputs is None else map(hashed, self.entries(inputs)):
             more, lengths, widths = self._more(key), *map(set, zip(*self._seen[key], strict=True))
             name = self._names.get(key, "an entry")
             if self._is_per_token(key):
@@ -100,7 +100,8 @@ def device_of(inputs: Mapping[str, Any]) -> torch.device | None:
     return next((x.device for x in inputs.values() if isinstance(x, Tensor)), None)
 
 
-def _number(x: Any) -> int:
+def hashed(x: Any) -> int:
+    """Return a number of what a value shows, the same on all ranks."""
     return zlib.crc32(repr(x).encode())
 
 
