@@ -18,9 +18,9 @@ from zerofn import optim
 from zerofn.checkpoint.reports import described, differences
 from zerofn.checkpoint.sources import Checkpoint
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import Cut, equal
 from zerofn.job.agreement import agree
 from zerofn.parallel import tensor
-from zerofn.parallel.cuts import Cut, equal
 
 SHAPES = {
     "emb": (70, 100),

@@ -17,8 +17,8 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import build, state_of, train_step_of
 from zerofn.checkpoint import CheckpointError, replicas, saving, steps
 from zerofn.checkpoint.behind import InFlight
+from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
-from zerofn.parallel.cuts import equal
 from zerofn.util.other_processes import started
 from zerofn.util.process import the
 

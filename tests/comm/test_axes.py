@@ -12,7 +12,7 @@ from tests.support.small_steps import batch_of, build, same, state_of, train_ste
 from zerofn import tree
 from zerofn.comm.axes import KINDS, AxisKind, in_batch, kind_of
 from zerofn.comm.mesh import Mesh
-from zerofn.parallel.cuts import equal
+from zerofn.geometry.cuts import equal
 
 PROPERTIES = {
     "rows": {"replicate", "data", "expert"},

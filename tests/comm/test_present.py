@@ -10,7 +10,7 @@ from tests.support.small_steps import fake_ranks
 from zerofn import collectives, optim
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.present import as_rank, axes_of, rank, unlike_work, works_by_rank, world_size
-from zerofn.parallel.cuts import equal
+from zerofn.geometry.cuts import equal
 
 ROWS, TOKENS, WIDTH = 8, 4, 8
 X = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,8 @@ import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
-from zerofn.parallel.cuts import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 RATE = 1e-2

@@ -18,8 +18,8 @@ from benchmarks.interop.deepspeed_checkpoints import CASES, STEPS, Tiny
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import equal
 from zerofn.interop.deepspeed_checkpoint import _Empty
-from zerofn.parallel.cuts import equal
 
 ADAMW = optim.adamw(1e-2)
 HERE = Path(__file__).parent / "deepspeed_checkpoints"

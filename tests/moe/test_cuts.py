@@ -12,7 +12,7 @@ from tests.support.same import assert_same_trees
 from zerofn import collectives, moe, optim
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.present import axes_of
-from zerofn.parallel.cuts import equal
+from zerofn.geometry.cuts import equal
 
 EXPERTS = 6
 MESHES = [{"expert": 2}, {"expert": 3}, {"data": 2, "expert": 2}, {"expert": 2, "replicate": 2}]

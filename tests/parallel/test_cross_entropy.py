@@ -8,8 +8,8 @@ import transformers
 
 import zerofn
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import equal, sliced
 from zerofn.parallel import cross_entropy, tensor
-from zerofn.parallel.cuts import equal, sliced
 
 LABELS = torch.tensor([[3, -100, 0], [10, 5, 2]])
 TOP = torch.nn.functional.cross_entropy

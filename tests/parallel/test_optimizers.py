@@ -10,8 +10,8 @@ from torch.func import functional_call
 import zerofn
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import equal
 from zerofn.parallel import tensor
-from zerofn.parallel.cuts import equal
 
 STEPS = 3
 PLAN = {"up": "colwise", "down": "rowwise"}

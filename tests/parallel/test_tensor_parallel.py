@@ -12,8 +12,8 @@ import zerofn
 from benchmarks.mesh.float64_models import SMALL, build
 from benchmarks.mesh.training import assert_same_training, plain, trained
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import Cut
 from zerofn.parallel import Slice, tensor
-from zerofn.parallel.cuts import Cut
 
 CASES = [
     ("llama", 3, {"tensor": 3}, 0),

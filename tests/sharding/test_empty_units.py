@@ -10,8 +10,8 @@ import zerofn.offload.policy
 from tests.support.small_steps import apart, same, unit_of
 from zerofn import collectives, optim, tree
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import Cut
 from zerofn.launch.parcel import packed, unpacked
-from zerofn.parallel.cuts import Cut
 from zerofn.sharding.sharded import is_sharded
 from zerofn.sharding.whole_leaves import map_whole
 

@@ -16,11 +16,11 @@ from zerofn import optim
 from zerofn.comm.axes import EXPERT
 from zerofn.comm.mesh import Axis, Mesh
 from zerofn.comm.transport import SentBytes
+from zerofn.geometry.cuts import equal
+from zerofn.geometry.layout import make_layout
 from zerofn.graph.resident import resident
 from zerofn.job.in_flight import pending
 from zerofn.parallel import tensor
-from zerofn.parallel.cuts import equal
-from zerofn.sharding.layout import make_layout
 from zerofn.sharding.partition import Partition
 from zerofn.sharding.precision import Precision
 from zerofn.sharding.spec import Spec

@@ -25,6 +25,7 @@ ORDER = [
     "deferred_init",
     "collectives",
     "offload",
+    "geometry",
     "parallel",
     "moe",
     "sharding",

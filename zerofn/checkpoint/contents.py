@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..parallel.overlaps import Region, region_of, shape_in
+from ..geometry.overlaps import Region, region_of, shape_in
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import StorageSpec

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..geometry.overlaps import region_of
 from ..offload.disk import Store
-from ..parallel.overlaps import region_of
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError

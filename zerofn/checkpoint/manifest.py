@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..parallel.cuts import Intervals
-from ..parallel.overlaps import Region
+from ..geometry.cuts import Intervals
+from ..geometry.overlaps import Region
 from ..util.errors import CheckpointError
 from .contents import LeafInfo
 from .fields import Field, as_number

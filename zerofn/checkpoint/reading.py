@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..geometry.overlaps import Region, Runs, overlap
 from ..ops.same import checksum
-from ..parallel.overlaps import Region, Runs, overlap
 from .contents import LeafInfo
 from .tensor_file import BLOCK
 

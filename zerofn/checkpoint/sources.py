@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..parallel.overlaps import Region
+from ..geometry.overlaps import Region
 from ..util.errors import CheckpointError
 from .checksums import read_checksums
 from .contents import LeafInfo

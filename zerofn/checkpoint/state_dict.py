@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..geometry.overlaps import Region
 from ..job.agreement import together
 from ..memory.turns import outside_steps
-from ..parallel.overlaps import Region
 from ..util.arguments import checked
 from .contents import LeafInfo
 from .pretrained import fill

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Axis
-from ..parallel.cuts import counts
+from ..geometry.cuts import counts
 from ..sharding.sharded import Sharded
 from ..sharding.storage import Stored
 from ..util.errors import CheckpointError

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import FakeTensor, OpOverload
+from ..geometry.layout import Unit
 from ..ops.registry import OnShard, argument_places
 from ..ops.same import digest
-from ..sharding.layout import Unit
 from .nested import call_of, graphs_of, is_nested
 from .node_kinds import argument, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of

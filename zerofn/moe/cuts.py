@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..comm.axes import EXPERT
 from ..comm.mesh import Mesh
-from ..parallel.cuts import Cut, equal
+from ..geometry.cuts import Cut, equal
 from ..util.arguments import checked
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from ..collectives import all_gather, reduce_scatter
 from ..comm.axes import EXPERT
 from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut, equal
 from ..parallel.cut_experts import CutExperts
-from ..parallel.cuts import Cut, equal
 from ..parallel.plan import WORDS as TENSOR_WORDS
 from ..parallel.plan import did_you_mean, matches
 from ..util.arguments import checked

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.layout import LeafInfo as LeafInfo
+from ..geometry.layout import LeafInfo as LeafInfo
 from ..util.arguments import check_fields
 
 ScalarOrSchedule = float | Callable[[Tensor], Any]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..geometry.layout import Leaf
 from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs and its like)
-from ..sharding.layout import Leaf
 from ..sharding.sharded import is_sharded
 from .base import LeafInfo
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..sharding.layout import restrict
+from ..geometry.layout import restrict
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.storage import stored
 from .base import Mask

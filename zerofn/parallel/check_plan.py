@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..collectives.maps import rows_over
 from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut, sliced
 from ..util.process import the
-from .cuts import Cut, sliced
 from .heads import Attributes
 from .local_ranks import mesh_of, on_ranks, without_modes
 from .plan import key_of, matches

@@ -13,8 +13,8 @@ from ..collectives.maps import Linear, Psum, rows_over
 from ..comm.axes import TENSOR
 from ..comm.mesh import Axis
 from ..comm.present import axis_of
+from ..geometry.cuts import equal
 from ..util.arguments import checked
-from .cuts import equal
 from .sequence import shifted
 
 REDUCTIONS = ("mean", "sum", "none")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..collectives.maps import AllGather, Linear, Psum, ReduceScatter, Vary
 from ..comm.mesh import Axis
+from ..geometry.cuts import Cut
 from ..random.mode import draw_by_place, places_kept
-from .cuts import Cut
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from ..collectives.maps import Concat, Linear, Psum, Take, VaryLast
 from ..comm.axes import TENSOR
 from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut, equal
 from ..random.mode import draw_by_place
 from ..util.arguments import checked
 from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
-from .cuts import Cut, equal
 from .heads import Attributes, change_numbers, check_matrices, check_numbers, is_one_a_head, size_of_head
 from .local_ranks import LOCAL
 from .mistakes import Explained, Trail, check_attention, check_module, is_transposed

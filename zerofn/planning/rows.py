@@ -17,12 +17,12 @@ from ..comm.mesh import Mesh
 from ..comm.present import as_rank, unlike_work
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
+from ..geometry.cuts import Cut
 from ..graph.capture import CaptureError
 from ..graph.captured import captured
 from ..graph.edit import copied
 from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
-from ..parallel.cuts import Cut
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
 from ..sharding.precision import Precision, resolve

@@ -12,7 +12,7 @@ import torch
 
 from .. import tree
 from ..comm.mesh import Mesh
-from .layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
+from ..geometry.layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
 from .partition import Partition
 from .precision import Precision
 from .sharded import Sharded, is_sharded

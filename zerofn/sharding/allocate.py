@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..collectives.maps import ops
 from ..comm.mesh import Axis
+from ..geometry.layout import Unit
 from ..job.failures import group_named
 from ..job.in_flight import pending
 from ..memory.host_allocator import zeros
@@ -17,7 +18,6 @@ from ..offload.disk import Store, pages, scratch_space
 from ..offload.drive_tensor import DriveTensor, handle_of
 from ..offload.host_tensor import HostTensor, on_host
 from ..ops.codecs import PLAIN, SPLIT
-from .layout import Unit
 from .sharded import Sharded
 from .spec import Spec
 from .storage import StorageSpec, Stored, StoredPart

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives.maps import ops, sum_over
+from ..geometry.cuts import counts
+from ..geometry.layout import LeafInfo
+from ..geometry.overlaps import Region, Runs, overlap, region_of, shape_in
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
-from ..parallel.cuts import counts
-from ..parallel.overlaps import Region, Runs, overlap, region_of, shape_in
-from .layout import LeafInfo
 from .sharded import Sharded, is_sharded, spec_among
 from .spec import Spec, rows_of
 

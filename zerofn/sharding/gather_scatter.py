@@ -21,10 +21,10 @@ from .._torch_compat import current_trace
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.axes import kind_of
 from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import assembled
+from ..geometry.layout import Leaf, Unit, unravel
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
-from ..parallel.cuts import assembled
 from ..util.arguments import checked
-from .layout import Leaf, Unit, unravel
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.mesh import Mesh
+from ..geometry.layout import Leaf, Unit
+from ..geometry.overlaps import region_of
 from ..job.agreement import exchange, fingerprint, rank_and_size
 from ..ops.same import checksum
-from ..parallel.overlaps import region_of
-from .layout import Leaf, Unit
 from .sharded import Sharded, is_sharded
 from .state_tree import as_tensor
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..parallel.overlaps import overlap, region_of
+from ..geometry.layout import Leaf
+from ..geometry.overlaps import overlap, region_of
 from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard and its like)
 from ..random.draws import check_scalar
-from .layout import Leaf
 from .sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn

@@ -21,20 +21,20 @@ from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
+from ..geometry.cuts import Cut, assembled, of_first, sliced
+from ..geometry.layout import Layout, Unit
 from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
 from ..offload.disk import Store
 from ..offload.policy import Offload
 from ..offload.policy import resolve as resolve_offload
-from ..parallel.cuts import Cut, assembled, of_first, sliced
 from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
 from .allocate import Filler, allocate, equalize, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .gather_scatter import gather_leaves
-from .layout import Layout, Unit
 from .partition import Partition, partition_of
 from .precision import Precision, resolve
 from .shard_plan import (

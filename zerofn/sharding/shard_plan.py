@@ -14,13 +14,13 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.mesh import Mesh
+from ..geometry.cuts import Cut, local_shape
+from ..geometry.layout import Layout, LeafInfo, make_layout
+from ..geometry.overlaps import makes_up
 from ..offload.policy import Offload, check_memory, of_units
 from ..ops.codecs import PLAIN, SPLIT, Codec
-from ..parallel.cuts import Cut, local_shape
-from ..parallel.overlaps import makes_up
 from ..util.arguments import told
 from ..util.errors import nearest
-from .layout import Layout, LeafInfo, make_layout
 from .partition import Partition
 from .precision import Precision
 from .spec import Spec

@@ -12,11 +12,11 @@ from torch import Tensor
 from .. import tree
 from ..comm.mesh import Mesh
 from ..comm.transport import wait_
+from ..geometry.layout import Layout, Leaf
 from ..job.in_flight import pending
 from ..memory import donation
 from ..offload.host_worker import worker
 from ..util.html import preformatted, table
-from .layout import Layout, Leaf
 from .spec import Spec
 from .storage import StorageSpec, Stored, stored
 

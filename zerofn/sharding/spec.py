@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..collectives.maps import rows_over
 from ..comm.mesh import Axis, Mesh
-from ..parallel.cuts import counts
-from .layout import Layout, Leaf, Unit, restrict
+from ..geometry.cuts import counts
+from ..geometry.layout import Layout, Leaf, Unit, restrict
 from .partition import Partition
 from .precision import Precision
 from .storage import StorageSpec

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..geometry.layout import Layout, restrict
 from ..util.constants import special_values
-from .layout import Layout, restrict
 from .precision import Precision
 from .sharded import is_sharded
 from .spec import Spec

@@ -12,9 +12,9 @@ from torch import Tensor
 from .. import tree
 from ..collectives.maps import AllGather, ops, rows_over
 from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut, sliced
+from ..geometry.layout import Unit, unravel
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
-from ..parallel.cuts import Cut, sliced
-from .layout import Unit, unravel
 from .sharded import Sharded, is_sharded
 from .spec import Spec
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..geometry.leaf_choices import ask_names, check_effect
 from ..optim.base import GradientTransformation, masks, step
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
-from ..sharding.leaf_choices import ask_names, check_effect
 from ..sharding.precision import Precision
 from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable

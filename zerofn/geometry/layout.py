@@ -19,9 +19,9 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.axes import USUAL, kind_of
-from ..parallel.cuts import Cut
 from ..tree import Path, PyTreeSpec
 from ..util.errors import nearest
+from .cuts import Cut
 from .leaf_choices import ask_names, is_learned, with_prefixes
 
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zerofn.comm.mesh import Axis, Mesh
-from zerofn.parallel.cuts import assembled, counts, equal, local_shape, of_first, sliced
+from zerofn.geometry.cuts import assembled, counts, equal, local_shape, of_first, sliced
 
 
 def on(rank, size):

@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from zerofn.parallel.cuts import Cut, equal
-from zerofn.parallel.overlaps import makes_up, overlap, shape_in
+from zerofn.geometry.cuts import Cut, equal
+from zerofn.geometry.overlaps import makes_up, overlap, shape_in
 
 
 def part(x, region):
