@@ -40,12 +40,12 @@ if TYPE_CHECKING:
     from .passes import Pass
     from .planning.planner import plan
     from .runtime.hooks import register_step_pre_hook
+    from .sharded_math.normal_like import normal_like
+    from .sharded_math.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.abstract import abstract
     from .sharding.copying import copy
     from .sharding.gather_scatter import gather, scatter
-    from .sharding.normal_like import normal_like
     from .sharding.precision import Precision
-    from .sharding.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
     from .training.eager_region import eager_region
@@ -64,7 +64,7 @@ _WHERE = {
         ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"),
         "checkpoint",
     ),
-    **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharding.reductions"),
+    **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharded_math.reductions"),
     **dict.fromkeys(("rank", "world_size"), "comm.present"),
     **dict.fromkeys(("export_dcp", "load_dcp"), "interop.dcp"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
@@ -74,7 +74,7 @@ _WHERE = {
     "CaptureError": "graph.capture",
     "Machine": "cost.machine",
     "Mesh": "comm.mesh",
-    "normal_like": "sharding.normal_like",
+    "normal_like": "sharded_math.normal_like",
     "Offload": "offload.policy",
     "Pass": "passes",
     "Precision": "sharding.precision",

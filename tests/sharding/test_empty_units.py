@@ -12,8 +12,8 @@ from zerofn import collectives, optim, tree
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import Cut
 from zerofn.launch.parcel import packed, unpacked
+from zerofn.sharded_math.whole_leaves import map_whole
 from zerofn.sharding.sharded import is_sharded
-from zerofn.sharding.whole_leaves import map_whole
 
 WIDTH, STEPS = 16, 3
 NONE = {"void.one": (0, WIDTH), "void.other": (3, 0)}

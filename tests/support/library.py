@@ -29,6 +29,7 @@ ORDER = [
     "parallel",
     "moe",
     "sharding",
+    "sharded_math",
     "graph",
     "guards",
     "optim",

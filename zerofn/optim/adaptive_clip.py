@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sharding.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves
+from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves
 from . import checks
 from .base import EmptyState, GradientTransformation, no_state
 

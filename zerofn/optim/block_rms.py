@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sharding.axis_reductions import logical_leaves
-from ..sharding.reductions import norms
+from ..sharded_math.axis_reductions import logical_leaves
+from ..sharded_math.reductions import norms
 from . import checks
 from .base import EmptyState, GradientTransformation, no_state
 from .trust_ratio import scale_leaves

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.reductions import global_norm
+from ..sharded_math.reductions import global_norm
 from . import checks
 from .base import EmptyState, GradientTransformation, no_state
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import tree
 from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs)
-from ..sharding.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
+from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
 from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, count_zero

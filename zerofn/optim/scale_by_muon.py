@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.axis_reductions import logical_leaves
-from ..sharding.whole_leaves import map_whole
+from ..sharded_math.axis_reductions import logical_leaves
+from ..sharded_math.whole_leaves import map_whole
 from ..util.arguments import checked
 from . import checks
 from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..sharding.reductions import norms
+from ..sharded_math.reductions import norms
 from . import checks
 from .base import EmptyState, GradientTransformation, no_state
 from .leaf_runs import map_runs

@@ -16,8 +16,8 @@ from ..optim.base import GradientTransformation, masks, step
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
+from ..sharded_math.reductions import all_finite
 from ..sharding.precision import Precision
-from ..sharding.reductions import all_finite
 from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
 from ..sharding.state_tree import as_tensor
 from ..util.arguments import checked, told

@@ -14,7 +14,7 @@ from ..geometry.layout import Leaf
 from ..geometry.overlaps import overlap, region_of
 from ..random import noise as _noise  # noqa: F401  (defines zerofn::normal_shard and its like)
 from ..random.draws import check_scalar
-from .sharded import Sharded, is_sharded
+from ..sharding.sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn
 

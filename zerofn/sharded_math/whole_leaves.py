@@ -15,8 +15,8 @@ from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut, sliced
 from ..geometry.layout import Unit, unravel
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
-from .sharded import Sharded, is_sharded
-from .spec import Spec
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.spec import Spec
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:

@@ -5,8 +5,8 @@ import torch
 
 import zerofn
 from tests.support import optim_trees as trees
-from zerofn.sharding.axis_reductions import axis_scale, axis_squares, groups_of, logical_leaves
-from zerofn.sharding.whole_leaves import map_whole
+from zerofn.sharded_math.axis_reductions import axis_scale, axis_squares, groups_of, logical_leaves
+from zerofn.sharded_math.whole_leaves import map_whole
 
 
 def groups(values):

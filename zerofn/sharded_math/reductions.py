@@ -21,9 +21,9 @@ from ..collectives.maps import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
+from ..sharding.sharded import Sharded, is_sharded, spec_among
+from ..sharding.spec import Spec, rows_of
 from ..util.arguments import told
-from .sharded import Sharded, is_sharded, spec_among
-from .spec import Spec, rows_of
 
 
 class _Part(NamedTuple):
