@@ -26,7 +26,7 @@ PUBLIC = {
     "scale_by_muon scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_schedule "
     "scale_by_shape scale_by_stddev scale_by_trust_ratio set_to_zero sgd sgdr_schedule trace "
     "warmup_constant_schedule warmup_cosine_decay_schedule warmup_decay_lr warmup_exponential_decay_schedule "
-    "warmup_lr AdamState EmaState EmptyState FactoredState GradientTransformation InjectHyperparamsState "
+    "warmup_lr About AdamState EmaState EmptyState FactoredState Fused GradientTransformation InjectHyperparamsState "
     "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState ParamsEmaState "
     "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",

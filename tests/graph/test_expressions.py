@@ -43,7 +43,7 @@ def scaled(factor):
         optim.lamb(1e-2),
         optim.adafactor(1e-2),
     ],
-    ids=lambda tx: tx.name or "own",
+    ids=lambda tx: tx.about.name or "own",
 )
 def test_ranks_with_other_parts_of_the_state_have_the_same_numbers(tx, n, stage):
     assert told(lambda g, s: g, 0, stage, n, tx) == told(lambda g, s: g, 1, stage, n, tx)

@@ -177,8 +177,8 @@ def test_leaves_that_no_mask_orders_are_left_alone_too():
     params = zerofn.shard({"params": values}, stage=3, unit=lambda name: "all")["params"]
     assert len(params.shards) == 1
     g = zerofn.scatter({k: torch.ones(5) for k in values}, like=params)
-    ours, _ = tx.apply(g, tx.init(params), params, None, None)
-    expected, _ = tx.apply({k: torch.ones(5) for k in values}, tx.init(values), values, None, None)
+    ours, _ = tx.fused.apply(g, tx.init(params), params, None, None)
+    expected, _ = tx.fused.apply({k: torch.ones(5) for k in values}, tx.init(values), values, None, None)
     trees.assert_equal(zerofn.gather(ours), expected)
     assert torch.equal(expected["b"], values["b"] + 1)  # as in optax: what is not selected passes through
 

@@ -124,7 +124,7 @@ def test_a_second_moment_falls_when_gradients_do():
         state, finite = tx.init(params), None
         big, small = (tree.tree_map(lambda p, v=v: torch.full_like(p, v), params) for v in (1.0, 1e-3))
         for grads in [big] * 20 + [small] * 300:
-            _, state = tx.apply(grads, state, params, None, finite)
+            _, state = tx.fused.apply(grads, state, params, None, finite)
         expected = (1 - 0.999**20) * 0.999**300
         assert zerofn.gather(state.nu)["w"].float().mean().item() == pytest.approx(expected, rel=0.03)
 
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_a_sentence():
     params = {"w": torch.ones(3, dtype=torch.float64)}
     tx = RULES["lion"]("fp8")
     with pytest.raises(TypeError, match="float8 blocks go with a float32 master; got a float64 one"):
-        tx.apply(params, tx.init(params), params, None, None)
+        tx.fused.apply(params, tx.init(params), params, None, None)
     state = state_of(module, 3, RULES["adamw"]("bf16"))
     with pytest.raises(TypeError, match="go with a float32 master"):
         zerofn.compile(train_step_of(module))(state, batch_of(dtype=torch.float64))

@@ -253,7 +253,7 @@ def test_lion_by_hand():
         p -= 0.1 * (np.sign(0.9 * m + 0.1 * gradient) + 0.01 * p)
         m = 0.99 * m + 0.01 * gradient
         gradient = {"w": torch.tensor([gradient], dtype=torch.float64)}
-        params, state = tx.apply(gradient, state, params, None, None)
+        params, state = tx.fused.apply(gradient, state, params, None, None)
     assert params["w"].item() == pytest.approx(p, rel=1e-14)
     assert state.mu["w"].item() == pytest.approx(m, rel=1e-14)
 
@@ -272,8 +272,8 @@ def test_the_first_step_of_lamb_in_closed_form():
 def test_non_contiguous_tensors_are_updated_like_any():
     p, g = torch.randn(5, 7).t(), torch.randn(7, 5)
     for tx in (optim.sgd(0.1, 0.9, weight_decay=0.1), optim.adamw(0.1), optim.lion(0.1)):
-        expected, _ = tx.apply({"w": g}, tx.init({"w": p.contiguous()}), {"w": p.contiguous()}, None, None)
-        found, _ = tx.apply({"w": g}, tx.init({"w": p}), {"w": p}, None, None)
+        expected, _ = tx.fused.apply({"w": g}, tx.init({"w": p.contiguous()}), {"w": p.contiguous()}, None, None)
+        found, _ = tx.fused.apply({"w": g}, tx.init({"w": p}), {"w": p}, None, None)
         assert torch.equal(found["w"], expected["w"])
     runs = (torch.tensor(1), None, None, None, [0], [35], [0.1], [0.0], None, 0)
     written = p.clone()

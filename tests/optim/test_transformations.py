@@ -100,8 +100,8 @@ def test_clipping_after_a_scale_of_either_sign(size):
     params, g = trees.params(), trees.grads(0)
     state = tx.init(params)
     expected = optim.apply_updates(params, tx.update(g, state, params)[0])
-    assert tx.apply is not None
-    trees.assert_close(tx.apply(g, state, params, None, None)[0], expected)
+    assert tx.fused.apply is not None
+    trees.assert_close(tx.fused.apply(g, state, params, None, None)[0], expected)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-7])  # of which the small one shows the 1e-6 that is added to the norm
@@ -119,7 +119,7 @@ def test_clipping_is_torchs(scale, room):
     tx, params = optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(1.0)), trees.params()
     params = {k: torch.zeros_like(v) for k, v in params.items()}
     for ours in (
-        tx.apply(g, tx.init(params), params, None, None)[0],
+        tx.fused.apply(g, tx.init(params), params, None, None)[0],
         optim.apply_updates(params, tx.update(g, tx.init(params), params)[0]),
     ):
         trees.assert_close(ours, {k: p.detach() for k, p in leaves.items()}, tol=1e-12 * scale)
@@ -280,9 +280,9 @@ def test_what_update_needs_is_told():
             tx.update(g, tx.init(g))
     tx = optim.adamw(0.1)
     with pytest.raises(ValueError, match="the gradients are not laid out as the parameters are"):
-        tx.apply({"w": torch.ones(3)}, tx.init(g), g, None, None)
+        tx.fused.apply({"w": torch.ones(3)}, tx.init(g), g, None, None)
     with pytest.raises(ValueError, match="the state's moments are not laid out"):
-        tx.apply(g, tx.init({"w": torch.ones(3)}), g, None, None)
+        tx.fused.apply(g, tx.init({"w": torch.ones(3)}), g, None, None)
 
 
 def _norms_where_a_rank_has_nothing():

@@ -172,6 +172,80 @@ def test_two_functions_make_an_optimizer():
         optim.from_functions(init, lambda g, s, p: g, "mine").update({"w": torch.ones(1)}, (), None)
 
 
+def decayed_sgd(rate, decay, mask):
+    """Somebody's pair: plain SGD that decays some leaves."""
+
+    def update(grads, state, params):
+        decays = {k: decay * mask(optim.LeafInfo(k, tuple(p.shape), p.dtype)) for k, p in params.items()}
+        return zerofn.tree_map(lambda g, p, d: -rate * (g + d * p), grads, params, decays), state
+
+    return optim.from_functions(lambda params: (), update, "decayed_sgd", masks=[mask])
+
+
+def only(inner, mask):
+    """Somebody's combinator: `inner`, whose updates count for some leaves."""
+    masked = optim.masked(optim.set_to_zero(), lambda leaf: not mask(leaf))
+
+    def update(grads, state, params):
+        updates, state = inner.update(grads, state, params)
+        return masked.update(updates, masked.init(params), params)[0], state
+
+    masks = (*inner.masks, ("only", mask))
+    return optim.GradientTransformation(inner.init, update, optim.About("only", (inner, mask)), masks)
+
+
+def no_leaf(leaf):
+    return leaf.ndim > 7
+
+
+def every_leaf(leaf):
+    return True
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: tx,
+        lambda tx: optim.chain(optim.clip(1.0), tx),
+        lambda tx: optim.masked(tx, every_leaf),
+        lambda tx: optim.multi_transform({True: tx, False: optim.set_to_zero()}, trees.is_matrix),
+        lambda tx: optim.params_ema(optim.lookahead(tx, 2, 0.5), 0.9),
+        lambda tx: only(tx, every_leaf),
+        lambda tx: optim.inject_hyperparams(lambda rate: tx)(0.1),
+    ],
+    ids=["alone", "chain", "masked", "multi_transform", "average", "own", "injected"],
+)
+@pytest.mark.parametrize(
+    ("tx", "name"),
+    [
+        (decayed_sgd(0.1, 0.1, no_leaf), "decayed_sgd"),
+        (only(optim.sgd(0.1), no_leaf), "only"),
+        (only(optim.adamw(0.1, mask=no_leaf), trees.is_matrix), "adamw"),
+        (optim.adafactor(0.1, weight_decay_rate=0.1, weight_decay_mask=no_leaf), "adafactor"),
+    ],
+    ids=["a pair's", "a combinator's", "inside a combinator", "ours"],
+)
+def test_a_mask_of_anybodys_is_found_wherever_it_is(tx, name, around):
+    with pytest.raises(ValueError, match=f"{name}: mask selects none of the {len(trees.SHAPES)} leaves"):
+        zerofn.TrainState.create(params=trees.params(), tx=around(tx))
+
+
+def test_anybodys_masks_that_select_leaves_train_as_ours_do():
+    ours = optim.sgd(0.1, weight_decay=0.2, mask=trees.is_matrix)
+    trees.assert_close(trees.plain(decayed_sgd(0.1, 0.2, trees.is_matrix)).params, trees.plain(ours).params)
+    expected = {k: v if v.ndim > 1 else trees.params()[k] for k, v in trees.plain(optim.sgd(0.1)).params.items()}
+    matrices = only(optim.sgd(0.1), trees.is_matrix)
+    trees.assert_close(trees.plain(matrices).params, expected)
+    trees.assert_close(zerofn.unshard(trees.sharded(matrices, 3).params), expected)
+
+
+def test_a_pair_of_another_library_is_told_how_it_becomes_ours():
+    with pytest.raises(TypeError, match=r"chain: .* such as optim.from_functions\(tx.init, tx.update\), got"):
+        optim.chain(optim.clip(1.0), optax.sgd(0.1))
+    with pytest.raises(TypeError, match="from_functions: masks must be a function of one logical leaf"):
+        optim.from_functions(lambda p: (), lambda g, s, p: (g, s), masks=[3])
+
+
 LEAF = [torch.nn.Parameter(torch.ones(2, 2))]
 INSTEAD = {
     "AdamW": (

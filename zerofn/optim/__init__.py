@@ -8,7 +8,7 @@ from .adafactor import adafactor
 from .adagrad import ScaleByRssState, adagrad, scale_by_rss
 from .adamw import adam, adamw
 from .adaptive_clip import adaptive_grad_clip
-from .base import EmptyState, GradientTransformation, LeafInfo, apply_updates
+from .base import About, EmptyState, Fused, GradientTransformation, LeafInfo, apply_updates
 from .block_rms import clip_by_block_rms, scale_by_param_block_rms
 from .chain import chain
 from .clip import clip, clip_by_global_norm
@@ -110,10 +110,12 @@ __all__ = [
     "warmup_decay_lr",
     "warmup_exponential_decay_schedule",
     "warmup_lr",
+    "About",
     "AdamState",
     "EmaState",
     "EmptyState",
     "FactoredState",
+    "Fused",
     "GradientTransformation",
     "InjectHyperparamsState",
     "LeafInfo",

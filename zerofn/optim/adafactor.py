@@ -6,9 +6,9 @@ from typing import Any
 
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, Mask, ScalarOrSchedule
+from .base import GradientTransformation, Mask, ScalarOrSchedule, named
 from .block_rms import clip_by_block_rms, scale_by_param_block_rms
-from .chain import named_chain
+from .chain import chain
 from .decay import add_decayed_weights
 from .ema import ema
 from .factored_rms import scale_by_factored_rms
@@ -63,4 +63,4 @@ def adafactor(
         multiply_by_parameter_scale,
     )
     args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
-    return named_chain("adafactor", args, *parts, scale(-1.0))
+    return named(chain(*parts, scale(-1.0)), "adafactor", *args)

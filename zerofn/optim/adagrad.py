@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .. import tree
 from . import checks
-from .base import GradientTransformation, ScalarOrSchedule
-from .chain import named_chain
+from .base import About, GradientTransformation, ScalarOrSchedule, named
+from .chain import chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import wide
 from .torch_optimizers import told
@@ -43,7 +43,7 @@ def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> G
         total = tree.tree_map(lambda s, g: (s + wide(g, s).square()).to(s.dtype), state.sum_of_squares, grads)
         return tree.tree_map(one, grads, total), ScaleByRssState(total)
 
-    return GradientTransformation(init, update, "scale_by_rss", (initial_accumulator_value, eps))
+    return GradientTransformation(init, update, About("scale_by_rss", (initial_accumulator_value, eps)))
 
 
 @told
@@ -58,4 +58,4 @@ def adagrad(
     checks.number("adagrad", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
     args = (learning_rate, initial_accumulator_value, eps)
     scaled = scale_by_rss(initial_accumulator_value, eps)
-    return named_chain("adagrad", args, scaled, scale_by_learning_rate(learning_rate))
+    return named(chain(scaled, scale_by_learning_rate(learning_rate)), "adagrad", *args)

@@ -9,7 +9,7 @@ import torch
 
 from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves
 from . import checks
-from .base import EmptyState, GradientTransformation, no_state
+from .base import About, EmptyState, GradientTransformation, no_state
 
 
 def adaptive_grad_clip(
@@ -39,7 +39,7 @@ def adaptive_grad_clip(
         factors = torch.where(found < most, 1.0, most / found.clamp(min=1e-6))
         return axis_scale(updates, _groups(tuple(leaves), axes), factors), state
 
-    return GradientTransformation(no_state, update, "adaptive_grad_clip", (clipping, eps, axes))
+    return GradientTransformation(no_state, update, About("adaptive_grad_clip", (clipping, eps, axes)))
 
 
 @functools.lru_cache(maxsize=64)

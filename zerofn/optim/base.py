@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,32 +35,56 @@ class Apply(Protocol):
 
 
 @dataclass(frozen=True)
+class Fused:
+    """How a transformation takes part in a step that passes over memory once.
+
+    `apply`: a whole step in one call, see `Apply`. `factor(grads, factor so far) -> factor`: for a transformation that
+    only multiplies by a scalar. `by_runs`: whether `apply` leaves the padding between a shard's leaves unchanged.
+    """
+
+    apply: Apply | None = None
+    factor: Callable[[Any, Tensor | None], Tensor | None] | None = None
+    by_runs: bool = False
+
+
+@dataclass(frozen=True)
+class About:
+    """What a transformation says about itself.
+
+    `name` and `args`: for its repr; two transformations are equal if both are. `label(leaf)`: a hashable; leaves with
+    equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update.
+    """
+
+    name: str = ""
+    args: tuple[Any, ...] = ()
+    label: Callable[[LeafInfo], Hashable] | None = field(default=None, compare=False)
+    learning_rate: Callable[[Any], Any] | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
 class GradientTransformation:
     """optax's pair: `init(params) -> state` and `update(grads, state, params) -> (updates, state)`.
 
     `apply_updates` adds updates to parameters. Two transformations are equal if their names and arguments are.
     Without a name, they are equal if their functions are.
 
-    The other fields are optional. `apply`: a whole step in one call, see `Apply`. `factor(grads, factor so far) ->
-    factor`: for a transformation that only multiplies by a scalar. `label(leaf)`: a hashable; leaves with equal
-    labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `by_runs`: whether `apply`
-    leaves the padding between a shard's leaves unchanged.
+    The other fields are optional. `about`: name, arguments, label and learning rate, see `About`. `masks`: (name of
+    the transformation, mask) for every mask inside; one that selects no leaf is an error. `fused`: see `Fused`.
     """
 
     init: Callable[[Any], Any] = field(compare=False)
     update: Callable[..., tuple[Any, Any]] = field(compare=False)
-    name: str = ""
-    args: tuple[Any, ...] = ()
-    apply: Apply | None = field(default=None, compare=False)
-    factor: Callable[[Any, Tensor | None], Tensor | None] | None = field(default=None, compare=False)
-    label: Callable[[LeafInfo], Hashable] | None = field(default=None, compare=False)
-    learning_rate: Callable[[Any], Any] | None = field(default=None, compare=False)
-    by_runs: bool = field(default=False, compare=False)
+    about: About = About()
+    masks: tuple[tuple[str, Mask], ...] = field(default=(), compare=False)
+    fused: Fused | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.name:
-            object.__setattr__(self, "args", (self.init, self.update))
+        if not self.about.name:
+            object.__setattr__(self, "about", replace(self.about, args=(self.init, self.update)))
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -76,21 +99,25 @@ class GradientTransformation:
         return self
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(map(shown, self.args))})" if self.name else "GradientTransformation(...)"
+        name, args = self.about.name, self.about.args
+        return f"{name}({', '.join(map(shown, args))})" if name else "GradientTransformation(...)"
 
 
-def masks(tx: GradientTransformation) -> Iterator[tuple[str, Mask]]:
-    """Yield (name, mask) for every mask of a transformation, and of the transformations inside it."""
-    made_by = getattr(sys.modules[__package__], tx.name, None)
-    names = inspect.signature(made_by).parameters if inspect.isfunction(made_by) else ()
-    yield from ((tx.name, x) for name, x in zip(names, tx.args, strict=False) if name.endswith("mask") and callable(x))
-    todo = list(tx.args)
-    while todo:
-        x = todo.pop(0)
-        if isinstance(x, GradientTransformation):
-            yield from masks(x)
-        elif isinstance(x, tuple | list):
-            todo += x
+def masks_of(name: str, mask: Mask | None) -> tuple[tuple[str, Mask], ...]:
+    """Return an optional mask of the transformation `name` as a value of the field `masks`."""
+    return () if mask is None else ((name, mask),)
+
+
+def named(tx: GradientTransformation, name: str, *args: Any) -> GradientTransformation:
+    """Return `tx` under another name, for its repr, for comparisons and for errors about its masks."""
+    about = replace(tx.about, name=name, args=args)
+    return replace(tx, about=about, masks=tuple((name, mask) for _, mask in tx.masks))
+
+
+def rate_inside(tx: GradientTransformation, state_of: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """Return the learning rate of `tx` as a function of the state around it, of which `state_of` takes that of `tx`."""
+    rate = tx.about.learning_rate
+    return None if rate is None else lambda state: rate(state_of(state))
 
 
 def shown(x: Any) -> str:
@@ -130,8 +157,8 @@ def step(
     It uses the transformation's own `apply`, if there is one. Otherwise it uses `update` and `apply_updates`, and
     selects old or new values by `finite`.
     """
-    if tx.apply is not None:
-        return tx.apply(grads, state, params, factor, finite)
+    if tx.fused is not None and tx.fused.apply is not None:
+        return tx.fused.apply(grads, state, params, factor, finite)
     updates, fresh = tx.update(scaled(grads, factor), state, params)
     return unless_skipped(finite, apply_updates(params, updates), params), unless_skipped(finite, fresh, state)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..sharded_math.axis_reductions import logical_leaves
 from ..sharded_math.reductions import norms
 from . import checks
-from .base import EmptyState, GradientTransformation, no_state
+from .base import About, EmptyState, GradientTransformation, no_state
 from .trust_ratio import scale_leaves
 
 
@@ -26,7 +26,7 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
         names, rms = _rms(updates)
         return scale_leaves(updates, names, 1 / (rms / threshold).clamp(min=1.0)), state
 
-    return GradientTransformation(no_state, update, "clip_by_block_rms", (threshold,))
+    return GradientTransformation(no_state, update, About("clip_by_block_rms", (threshold,)))
 
 
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
@@ -43,7 +43,7 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
         names, rms = _rms(params)
         return scale_leaves(updates, names, rms.clamp(min=min_scale)), state
 
-    return GradientTransformation(no_state, update, "scale_by_param_block_rms", (min_scale,))
+    return GradientTransformation(no_state, update, About("scale_by_param_block_rms", (min_scale,)))
 
 
 def _rms(values: Any) -> tuple[dict[str, int], Tensor]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from . import checks
 from . import moment_formats as formats
-from .base import GradientTransformation, scaled, step, unless_skipped
+from .base import About, Fused, GradientTransformation, rate_inside, scaled, step, unless_skipped
 from .identity import identity
 
 
@@ -56,30 +56,22 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return params, (*fresh, *state[len(fresh) : -1], new)
 
     lead, last = transformations[:-1], (transformations or [identity()])[-1]
-    scaling = lead[max((i + 1 for i, t in enumerate(lead) if t.factor is None), default=0) :]
-    changing = lead[: len(lead) - len(scaling)]
-    labels = [t.label for t in transformations if t.label]
-    rates = [(i, t.learning_rate) for i, t in enumerate(transformations) if t.learning_rate]
-    return GradientTransformation(
-        init,
-        update,
-        "chain",
-        transformations,
-        apply=apply if last.apply is not None else None,
-        factor=partial(_fold, transformations) if all(t.factor for t in transformations) else None,
-        label=(lambda leaf: tuple(label(leaf) for label in labels)) if labels else None,
-        learning_rate=(lambda state: rates[-1][1](state[rates[-1][0]])) if rates else None,
-        by_runs=last.apply is not None and last.by_runs and not changing,
-    )
+    factors = [t.fused.factor if t.fused else None for t in transformations]
+    num_changing = max((i + 1 for i, factor in enumerate(factors[:-1]) if factor is None), default=0)
+    changing, scaling = lead[:num_changing], factors[num_changing:-1]
+    own = last.fused or Fused()
+    labels = [t.about.label for t in transformations if t.about.label]
+    rates = [rate_inside(t, itemgetter(i)) for i, t in enumerate(transformations) if t.about.learning_rate]
+    label = (lambda leaf: tuple(label(leaf) for label in labels)) if labels else None
+    about = About("chain", transformations, label, rates[-1] if rates else None)
+    masks = tuple(mask for t in transformations for mask in t.masks)
+    factor = None if None in factors else partial(_fold, factors)
+    fused = Fused(apply if own.apply else None, factor, own.by_runs and not changing)
+    return GradientTransformation(init, update, about, masks, fused if fused != Fused() else None)
 
 
-def named_chain(name: str, args: tuple[Any, ...], *transformations: GradientTransformation) -> GradientTransformation:
-    """Return the chain of `transformations`, with `name` and `args` for its repr and for comparisons."""
-    return replace(chain(*transformations), name=name, args=args)
-
-
-def _fold(transformations: Sequence[GradientTransformation], grads: Any, so_far: Tensor | None) -> Tensor | None:
-    """Return the product of the transformations' factors and `so_far`."""
-    for t in transformations:
-        so_far = t.factor(grads, so_far)  # type: ignore[misc]
+def _fold(factors: Sequence[Any], grads: Any, so_far: Tensor | None) -> Tensor | None:
+    """Return the product of the factors of several transformations and `so_far`."""
+    for factor in factors:
+        so_far = factor(grads, so_far)
     return so_far

@@ -10,6 +10,7 @@ import numbers
 from typing import Any
 
 from . import torch_optimizers
+from .base import GradientTransformation
 
 
 def number(
@@ -83,8 +84,10 @@ def transformation(where: str, value: Any) -> None:
     """
     if torch_optimizers.is_torchs(value):
         raise TypeError(f"{where}: expected a gradient transformation, got {torch_optimizers.advice(value)}")
-    if not (hasattr(value, "init") and hasattr(value, "update")):
-        raise TypeError(f"{where}: expected a gradient transformation such as optim.sgd(0.1), got {value!r}.")
+    if not isinstance(value, GradientTransformation):
+        pair = hasattr(value, "init") and hasattr(value, "update")
+        instead = "optim.from_functions(tx.init, tx.update)" if pair else "optim.sgd(0.1)"
+        raise TypeError(f"{where}: expected a gradient transformation such as {instead}, got {value!r}.")
 
 
 def needs_params(where: str, params: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..sharded_math.reductions import global_norm
 from . import checks
-from .base import EmptyState, GradientTransformation, no_state
+from .base import About, EmptyState, Fused, GradientTransformation, no_state
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -32,7 +32,9 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         scale = factor(grads, None)
         return tree.tree_map(lambda g: g * scale.to(g.dtype), grads), state
 
-    return GradientTransformation(no_state, update, "clip_by_global_norm", (max_norm,), factor=factor)
+    return GradientTransformation(
+        no_state, update, About("clip_by_global_norm", (max_norm,)), fused=Fused(factor=factor)
+    )
 
 
 def clip(max_delta: float) -> GradientTransformation:
@@ -45,4 +47,4 @@ def clip(max_delta: float) -> GradientTransformation:
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         return tree.tree_map(lambda g: g.clamp(-max_delta, max_delta), grads), state
 
-    return GradientTransformation(no_state, update, "clip", (max_delta,))
+    return GradientTransformation(no_state, update, About("clip", (max_delta,)))

@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import tree
 from . import checks
-from .base import EmptyState, GradientTransformation, LeafInfo, Mask, no_state
+from .base import About, EmptyState, GradientTransformation, LeafInfo, Mask, masks_of, no_state
 from .leaf_runs import spread
 
 
@@ -29,6 +29,5 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
         decayed = tree.tree_map(lambda g, p, d: g + (d * p).to(g.dtype), grads, params, spread(params, decay_of))
         return decayed, state
 
-    return GradientTransformation(
-        no_state, update, "add_decayed_weights", (weight_decay, mask), label=None if mask is None else decay_of
-    )
+    about = About("add_decayed_weights", (weight_decay, mask), label=None if mask is None else decay_of)
+    return GradientTransformation(no_state, update, about, masks_of("add_decayed_weights", mask))

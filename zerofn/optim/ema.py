@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, count_zero
+from .base import About, GradientTransformation, count_zero
 from .scale_by_adam import averaged, corrected
 
 
@@ -42,4 +42,4 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
         fresh = averaged(state.ema, updates, decay)
         return corrected(fresh, decay, count) if debias else fresh, EmaState(count, fresh)
 
-    return GradientTransformation(init, update, "ema", (decay, debias))
+    return GradientTransformation(init, update, About("ema", (decay, debias)))

@@ -14,7 +14,7 @@ from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs)
 from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, count_zero
+from .base import About, GradientTransformation, count_zero
 from .scale_by_adam import wide
 
 ops = torch.ops.zerofn
@@ -82,7 +82,7 @@ def scale_by_factored_rms(
         return scaled, FactoredState(state.count + 1, torch.nn.functional.pad(v, (0, 1)))
 
     args = (factored, decay_rate, step_offset, min_dim_size_to_factor, epsilon)
-    return GradientTransformation(init, update, where, args)
+    return GradientTransformation(init, update, About(where, args))
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, rate_at
+from .base import About, Fused, GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, masks_of, rate_at
 from .leaf_runs import map_runs, spread
 
 LeafScale = Callable[[LeafInfo], float]
@@ -86,13 +86,7 @@ def fused_rule(
         count, (p, *fresh) = _fused_step(call, learning_rate, constants, state.count, trees, factor, finite)
         return p, state._replace(count=count, **dict(zip(moments, fresh, strict=True)))
 
-    return GradientTransformation(
-        init,
-        update,
-        name,
-        args,
-        apply=apply,
-        label=constants.both if constants.mask or constants.lr_scale else None,
-        by_runs=True,
-        learning_rate=lambda state: rate_at(learning_rate, state.count),
-    )
+    label = constants.both if constants.mask or constants.lr_scale else None
+    about = About(name, args, label, lambda state: rate_at(learning_rate, state.count))
+    masks = masks_of(name, constants.mask)
+    return GradientTransformation(init, update, about, masks, Fused(apply, by_runs=True))

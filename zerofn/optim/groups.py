@@ -45,6 +45,6 @@ def apply_groups(
     fresh = []
     for (tx, keep), state in zip(groups, states, strict=True):
         part, state = step(tx, select(grads, keep), state, select(params, keep), factor, finite)
-        params = merge(params, part, keep, by_runs=tx.apply is not None and tx.by_runs)
+        params = merge(params, part, keep, by_runs=tx.fused is not None and tx.fused.by_runs)
         fresh.append(state)
     return params, fresh

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from .base import EmptyState, GradientTransformation, no_state
+from .base import About, EmptyState, Fused, GradientTransformation, no_state
 
 
 def identity() -> GradientTransformation:
     """Leave gradients unchanged."""
-    return GradientTransformation(
-        no_state, lambda grads, state, params=None: (grads, state), "identity", factor=lambda grads, so_far: so_far
-    )
+
+    def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
+        return grads, state
+
+    return GradientTransformation(no_state, update, About("identity"), fused=Fused(factor=lambda grads, so_far: so_far))
 
 
 def set_to_zero() -> GradientTransformation:
@@ -29,4 +31,4 @@ def set_to_zero() -> GradientTransformation:
     ) -> tuple[Any, EmptyState]:
         return params, state
 
-    return GradientTransformation(no_state, update, "set_to_zero", apply=apply, by_runs=True)
+    return GradientTransformation(no_state, update, About("set_to_zero"), fused=Fused(apply, by_runs=True))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .base import GradientTransformation, count_zero, step
+from .base import About, Fused, GradientTransformation, count_zero, step
 
 _OWN = (__package__ or "").split(".", 1)[0]
 _OF_LEAVES = ("mask", "weight_decay_mask", "lr_scale", "matrices", "labels")  # functions of leaves, not schedules
@@ -157,17 +157,14 @@ def _injected(factory: _Factory) -> GradientTransformation:
     def learning_rate(state: InjectHyperparamsState) -> Any:
         return factory.values(state)["learning_rate"]
 
-    name = f"inject_hyperparams({_unwrapped(factory.make).__name__})"
-    return GradientTransformation(
-        init,
-        update,
-        name,
+    about = About(
+        f"inject_hyperparams({_unwrapped(factory.make).__name__})",
         (factory.make, *map(_hashable, factory.arguments.values()), factory.static),
-        apply=apply,
-        label=prototype.label,
-        by_runs=prototype.apply is not None and prototype.by_runs,
-        learning_rate=learning_rate if "learning_rate" in {*factory.numbers, *factory.schedules} else None,
+        prototype.about.label,
+        learning_rate if "learning_rate" in {*factory.numbers, *factory.schedules} else None,
     )
+    fused = Fused(apply, by_runs=prototype.fused is not None and prototype.fused.by_runs)
+    return GradientTransformation(init, update, about, prototype.masks, fused)
 
 
 def _unwrapped(make: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import checks
-from .base import GradientTransformation, Mask, ScalarOrSchedule
-from .chain import named_chain
+from .base import GradientTransformation, Mask, ScalarOrSchedule, named
+from .chain import chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
@@ -32,11 +32,10 @@ def lamb(
     checks.number("lamb", 0.0, eps_root=eps_root, weight_decay=weight_decay)
     checks.mask("lamb", mask)
     check_moments("lamb", b1, b2, eps)
-    return named_chain(
-        "lamb",
-        (learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
+    parts = chain(
         scale_by_adam(b1, b2, eps, eps_root),
         add_decayed_weights(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
     )
+    return named(parts, "lamb", learning_rate, b1, b2, eps, eps_root, weight_decay, mask)

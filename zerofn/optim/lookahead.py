@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, apply_updates, count_zero, step
+from .base import About, Fused, GradientTransformation, apply_updates, count_zero, rate_inside, step
 
 
 class LookaheadState(NamedTuple):
@@ -76,13 +77,7 @@ def lookahead(
         count = state.steps_since_sync + (1 if finite is None else finite)
         return follow(fast, fast_state, state, params, count)
 
-    rate = fast_optimizer.learning_rate
-    return GradientTransformation(
-        init,
-        update,
-        "lookahead",
-        (fast_optimizer, sync_period, slow_step_size, reset_state),
-        apply=apply,
-        label=fast_optimizer.label,
-        learning_rate=(lambda state: rate(state.fast_state)) if rate else None,
-    )
+    args = (fast_optimizer, sync_period, slow_step_size, reset_state)
+    rate = rate_inside(fast_optimizer, attrgetter("fast_state"))
+    about = About("lookahead", args, fast_optimizer.about.label, rate)
+    return GradientTransformation(init, update, about, fast_optimizer.masks, Fused(apply))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import checks
-from .base import GradientTransformation, Mask
+from .base import About, Fused, GradientTransformation, LeafInfo, Mask, rate_inside
 from .groups import Group, apply_groups, update_groups
 from .identity import identity
 from .select import select
@@ -49,14 +51,9 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         params, (fresh, _) = apply_groups(groups, grads, (state.inner_state, rest), params, factor, finite)
         return params, MaskedState(fresh)
 
-    inner_label, rate = inner.label, inner.learning_rate
-    return GradientTransformation(
-        init,
-        update,
-        "masked",
-        (inner, mask),
-        apply=apply,
-        by_runs=True,
-        label=lambda leaf: (bool(mask(leaf)), inner_label(leaf) if inner_label and mask(leaf) else ()),
-        learning_rate=(lambda state: rate(state.inner_state)) if rate else None,
-    )
+    def label(leaf: LeafInfo) -> Hashable:
+        return bool(mask(leaf)), inner.about.label(leaf) if inner.about.label and mask(leaf) else ()
+
+    about = About("masked", (inner, mask), label, rate_inside(inner, attrgetter("inner_state")))
+    masks = (("masked", mask), *inner.masks)
+    return GradientTransformation(init, update, about, masks, Fused(apply, by_runs=True))

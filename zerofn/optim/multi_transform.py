@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import checks
-from .base import GradientTransformation, LeafInfo, Mask
+from .base import About, Fused, GradientTransformation, LeafInfo, Mask
 from .groups import Group, apply_groups, init_groups, update_groups
 
 
@@ -44,7 +44,7 @@ def multi_transform(
         checks.transformation(f"multi_transform: label {key!r}", tx)
     transforms = dict(transforms)
     groups = [Group(tx, _keeper(transforms, labels, key)) for key, tx in transforms.items()]
-    rates = {key: tx.learning_rate for key, tx in transforms.items() if tx.learning_rate}
+    rates = {key: tx.about.learning_rate for key, tx in transforms.items() if tx.about.learning_rate}
 
     def state_of(states: list[Any]) -> MultiTransformState:
         return MultiTransformState(dict(zip(transforms, states, strict=True)))
@@ -67,20 +67,15 @@ def multi_transform(
 
     def label(leaf: LeafInfo) -> Hashable:
         tx = transforms.get(labels(leaf))  # None: a frozen leaf may have any label
-        return labels(leaf), tx.label(leaf) if tx and tx.label else ()
+        return labels(leaf), tx.about.label(leaf) if tx and tx.about.label else ()
 
-    return GradientTransformation(
-        init,
-        update,
-        "multi_transform",
-        (tuple(transforms.items()), labels),
-        apply=apply,
-        label=label,
-        by_runs=True,
-        learning_rate=(lambda state: {key: rate(state.inner_states[key]) for key, rate in rates.items()})
-        if rates
-        else None,
-    )
+    def learning_rates(state: MultiTransformState) -> dict[Hashable, Any]:
+        return {key: rate(state.inner_states[key]) for key, rate in rates.items()}
+
+    args = (tuple(transforms.items()), labels)
+    about = About("multi_transform", args, label, learning_rates if rates else None)
+    masks = tuple(mask for tx in transforms.values() for mask in tx.masks)
+    return GradientTransformation(init, update, about, masks, Fused(apply, by_runs=True))
 
 
 def _keeper(transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Hashable], key: Hashable) -> Mask:

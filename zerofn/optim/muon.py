@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule
+from .base import GradientTransformation, LeafInfo, Mask, ScalarOrSchedule, named
 from .chain import chain
 from .decay import add_decayed_weights
 from .multi_transform import multi_transform
@@ -77,4 +76,4 @@ def muon(
     args: tuple[Any, ...] = (learning_rate, hashable(ns_coeffs), ns_steps, beta, eps, weight_decay, weight_decay_mask)
     args += (nesterov, adaptive, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices)
     args += (consistent_rms,)
-    return dataclasses.replace(both, name="muon", args=args)
+    return named(both, "muon", *args)

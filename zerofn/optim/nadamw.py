@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from . import checks
-from .base import GradientTransformation, Mask, ScalarOrSchedule
-from .chain import named_chain
+from .base import GradientTransformation, Mask, ScalarOrSchedule, named
+from .chain import chain
 from .decay import add_decayed_weights
 from .scale import scale_by_learning_rate
 from .scale_by_adam import check_moments, scale_by_adam
@@ -31,10 +31,9 @@ def nadamw(
     checks.number("nadamw", 0.0, eps_root=eps_root, weight_decay=weight_decay)
     checks.mask("nadamw", mask)
     check_moments("nadamw", b1, b2, eps)
-    return named_chain(
-        "nadamw",
-        (learning_rate, b1, b2, eps, eps_root, weight_decay, mask),
+    parts = chain(
         scale_by_adam(b1, b2, eps, eps_root, nesterov=True),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
+    return named(parts, "nadamw", learning_rate, b1, b2, eps, eps_root, weight_decay, mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .. import tree
 from . import checks
-from .base import GradientTransformation, apply_updates, step
+from .base import About, Fused, GradientTransformation, apply_updates, rate_inside, step
 
 
 class ParamsEmaState(NamedTuple):
@@ -35,7 +36,7 @@ def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTrans
 
     >>> from zerofn import optim
     >>> params, tx = {"w": torch.zeros(1)}, optim.params_ema(optim.sgd(1.0), 0.75)
-    >>> params, state = tx.apply({"w": -torch.ones(1)}, tx.init(params), params, None, None)
+    >>> params, state = tx.fused.apply({"w": -torch.ones(1)}, tx.init(params), params, None, None)
     >>> params["w"].item(), state.ema["w"].item()
     (1.0, 0.25)
     """
@@ -61,13 +62,6 @@ def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTrans
             ema = tree.tree_map(lambda new, old: torch.where(finite, new, old), ema, state.ema)
         return params, ParamsEmaState(inner, ema)
 
-    rate = optimizer.learning_rate
-    return GradientTransformation(
-        init,
-        update,
-        "params_ema",
-        (optimizer, decay),
-        apply=apply,
-        label=optimizer.label,
-        learning_rate=(lambda state: rate(state.inner_state)) if rate else None,
-    )
+    rate = rate_inside(optimizer, attrgetter("inner_state"))
+    about = About("params_ema", (optimizer, decay), optimizer.about.label, rate)
+    return GradientTransformation(init, update, about, optimizer.masks, Fused(apply))

@@ -10,8 +10,8 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, ScalarOrSchedule
-from .chain import named_chain
+from .base import About, GradientTransformation, ScalarOrSchedule, named
+from .chain import chain
 from .scale import scale_by_learning_rate
 from .scale_by_adam import AdamState, check_moments, first_moments, init_moments, next_moments
 from .torch_optimizers import told
@@ -53,7 +53,7 @@ def scale_by_radam(
 
         return tree.tree_map(one, first_moments(grads, state, b1, nesterov), state.nu), state
 
-    return GradientTransformation(init_moments, update, "scale_by_radam", (*hyper, nesterov))
+    return GradientTransformation(init_moments, update, About("scale_by_radam", (*hyper, nesterov)))
 
 
 @told
@@ -76,7 +76,7 @@ def radam(
     hyper = (b1, b2, eps, eps_root, threshold)
     _check("radam", *hyper)
     scaled = scale_by_radam(*hyper, nesterov=nesterov)
-    return named_chain("radam", (learning_rate, *hyper, nesterov), scaled, scale_by_learning_rate(learning_rate))
+    return named(chain(scaled, scale_by_learning_rate(learning_rate)), "radam", learning_rate, *hyper, nesterov)
 
 
 def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, threshold: float) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, count_zero
+from .base import About, GradientTransformation, count_zero
 from .scale_by_adam import averaged, averaged_squares, corrected
 
 
@@ -64,7 +64,7 @@ def scale_by_rms(
         return updates, ScaleByRmsState(nu, count)
 
     args = (decay, eps, initial_scale, eps_in_sqrt, bias_correction)
-    return GradientTransformation(init, update, "scale_by_rms", args)
+    return GradientTransformation(init, update, About("scale_by_rms", args))
 
 
 @checked("eps_in_sqrt", "bias_correction")
@@ -96,7 +96,7 @@ def scale_by_stddev(
         return updates, ScaleByRStdDevState(mu, nu, count)
 
     args = (decay, eps, initial_scale, eps_in_sqrt, bias_correction)
-    return GradientTransformation(init, update, "scale_by_stddev", args)
+    return GradientTransformation(init, update, About("scale_by_stddev", args))
 
 
 def check_average(where: str, decay: float, eps: float, initial_scale: float) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, ScalarOrSchedule
-from .chain import named_chain
+from .base import GradientTransformation, ScalarOrSchedule, named
+from .chain import chain
 from .rms import check_average, scale_by_rms, scale_by_stddev
 from .scale import scale_by_learning_rate
 from .torch_optimizers import told
@@ -45,4 +45,4 @@ def rmsprop(
     if momentum is not None:
         parts.append(trace(momentum, nesterov))
     args = (learning_rate, decay, eps, initial_scale, eps_in_sqrt, centered, momentum, nesterov, bias_correction)
-    return named_chain("rmsprop", args, *parts)
+    return named(chain(*parts), "rmsprop", *args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import EmptyState, GradientTransformation, ScalarOrSchedule, count_zero, no_state
+from .base import About, EmptyState, Fused, GradientTransformation, ScalarOrSchedule, count_zero, no_state
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -32,7 +33,7 @@ def scale(step_size: float) -> GradientTransformation:
     def factor(grads: Any, so_far: Tensor | None) -> Tensor:
         return torch.full((), step_size, dtype=torch.float64) if so_far is None else so_far * step_size
 
-    return GradientTransformation(no_state, update, "scale", (step_size,), factor=factor)
+    return GradientTransformation(no_state, update, About("scale", (step_size,)), fused=Fused(factor=factor))
 
 
 def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
@@ -53,7 +54,7 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
         size = step_size_fn(state.count)
         return tree.tree_map(lambda g: (g * size).to(g.dtype), grads), ScaleByScheduleState(state.count + 1)
 
-    return GradientTransformation(init, update, "scale_by_schedule", (step_size_fn,))
+    return GradientTransformation(init, update, About("scale_by_schedule", (step_size_fn,)))
 
 
 @checked("flip_sign")
@@ -64,19 +65,9 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     """
     checks.learning_rate("scale_by_learning_rate", learning_rate)
     sign = -1 if flip_sign else 1
-    args = (learning_rate, flip_sign)
     if callable(learning_rate):
-        rate = learning_rate
-        inner = scale_by_schedule(lambda count: sign * rate(count))
-        return GradientTransformation(
-            inner.init, inner.update, "scale_by_learning_rate", args, learning_rate=lambda state: rate(state.count)
-        )
-    inner = scale(sign * learning_rate)
-    return GradientTransformation(
-        inner.init,
-        inner.update,
-        "scale_by_learning_rate",
-        args,
-        factor=inner.factor,
-        learning_rate=lambda state: learning_rate,
-    )
+        of_count = learning_rate
+        inner, rate = scale_by_schedule(lambda count: sign * of_count(count)), lambda state: of_count(state.count)
+    else:
+        inner, rate = scale(sign * learning_rate), lambda state: learning_rate
+    return replace(inner, about=About("scale_by_learning_rate", (learning_rate, flip_sign), learning_rate=rate))

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation, count_zero
+from .base import About, GradientTransformation, count_zero
 from .moment_formats import initial, state_type
 
 
@@ -42,7 +42,7 @@ def scale_by_adam(
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         return direction(grads, state, b1, b2, eps, eps_root, nesterov)
 
-    return GradientTransformation(init_moments, update, "scale_by_adam", (b1, b2, eps, eps_root, nesterov))
+    return GradientTransformation(init_moments, update, About("scale_by_adam", (b1, b2, eps, eps_root, nesterov)))
 
 
 def init_moments(params: Any, moments: str | None = None) -> AdamState:

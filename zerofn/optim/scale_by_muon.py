@@ -13,7 +13,7 @@ from ..sharded_math.axis_reductions import logical_leaves
 from ..sharded_math.whole_leaves import map_whole
 from ..util.arguments import checked
 from . import checks
-from .base import EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
+from .base import About, EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
 from .leaf_runs import spread
 from .scale_by_adam import averaged, corrected, look_ahead
 
@@ -73,7 +73,7 @@ def scale_by_muon(
         return map_whole(rule, ahead), MuonState(count, mu)
 
     args = (hashable(ns_coeffs), ns_steps, beta, eps, nesterov, adaptive)
-    return GradientTransformation(init, update, "scale_by_muon", args)
+    return GradientTransformation(init, update, About("scale_by_muon", args))
 
 
 def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor:
@@ -106,7 +106,7 @@ def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformatio
     def update(updates: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         return tree.tree_map(lambda u, f: (u * f).to(u.dtype), updates, spread(updates, factor)), state
 
-    return GradientTransformation(no_state, update, "scale_by_shape", (consistent_rms,), label=factor)
+    return GradientTransformation(no_state, update, About("scale_by_shape", (consistent_rms,), label=factor))
 
 
 def _check_matrix(leaf: LeafInfo) -> None:

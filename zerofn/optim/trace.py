@@ -9,7 +9,7 @@ import torch
 from .. import tree
 from ..util.arguments import checked
 from . import checks
-from .base import GradientTransformation
+from .base import About, GradientTransformation
 
 
 class TraceState(NamedTuple):
@@ -36,4 +36,4 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
         fresh = tree.tree_map(lambda t, g: g.to(t.dtype) + decay * t, state.trace, grads)
         return tree.tree_map(lambda t, g: g + decay * t, fresh, grads) if nesterov else fresh, TraceState(fresh)
 
-    return GradientTransformation(init, update, "trace", (decay, nesterov))
+    return GradientTransformation(init, update, About("trace", (decay, nesterov)))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..sharded_math.reductions import norms
 from . import checks
-from .base import EmptyState, GradientTransformation, no_state
+from .base import About, EmptyState, GradientTransformation, no_state
 from .leaf_runs import map_runs
 
 
@@ -32,7 +32,7 @@ def scale_by_trust_ratio(
         ratios = torch.where((p == 0) | (u == 0), 1.0, trust_coefficient * p / (u + eps))
         return scale_leaves(updates, {name: k for k, name in enumerate(names[:half])}, ratios), state
 
-    return GradientTransformation(no_state, update, "scale_by_trust_ratio", (min_norm, trust_coefficient, eps))
+    return GradientTransformation(no_state, update, About("scale_by_trust_ratio", (min_norm, trust_coefficient, eps)))
 
 
 def scale_leaves(values: Any, columns: dict[str, int], factors: Tensor) -> Any:

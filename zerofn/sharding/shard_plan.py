@@ -145,7 +145,8 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
             "shard: 'params' must be a container with at least one tensor, such as "
             f"dict(model.named_parameters()); got {type(params).__name__}."
         )
-    frozen, label = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "label", None)
+    frozen, about = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "about", None)
+    label = getattr(about, "label", None)
     axis, shared = policy.partition.over(experts=False), policy.partition.shared_over
     return make_layout(
         params,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from ..geometry.leaf_choices import ask_names, check_effect
-from ..optim.base import GradientTransformation, masks, step
+from ..optim.base import GradientTransformation, step
 from ..optim.leaf_runs import leaf_info
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
@@ -184,7 +184,8 @@ class TrainState:
 
         For `optim.multi_transform` it is a dict by label.
         """
-        return None if self.tx.learning_rate is None else self.tx.learning_rate(self.opt_state)
+        rate = self.tx.about.learning_rate
+        return None if rate is None else rate(self.opt_state)
 
     def with_precision(self, precision: Precision) -> TrainState:
         """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`."""
@@ -260,7 +261,7 @@ def _check_choices(params: Any, tx: GradientTransformation, frozen: Callable[[st
     ]
     if frozen is not None:
         check_effect("TrainState.create: frozen", frozen, ask_names("frozen", frozen, [x.name for x in leaves]))
-    for name, mask in masks(tx):
+    for name, mask in tx.masks:
         check_effect(f"{name}: mask", mask, {x.name: mask(x) for x in leaves})
 
 
