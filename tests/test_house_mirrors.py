@@ -37,6 +37,7 @@ TESTED_BY = {
     "graph.captured": "planning/test_planner.py",
     "graph.edit": "graph/test_loop.py",
     "graph.fingerprint": "graph/test_verify.py",
+    "graph.names": "graph/test_verify.py",
     "graph.node_kinds": "graph/test_loop.py",
     "graph.phase": "passes/test_offload_activations.py",
     "graph.program": "graph/test_capture.py",

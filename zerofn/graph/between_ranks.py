@@ -20,12 +20,13 @@ from ..sharding.sharded import is_sharded
 from .alias import writes
 from .expressions import expressions
 from .formulas import formulas
+from .names import input_names, line_of
 from .nested import graphs_of
 from .node_kinds import argument, traits
 from .own_values import Cause, Origins, axes_of_transfer, own_values
 from .phase import BACKWARD, phase_of
 from .program import Program
-from .verify import _all_shards, _line, _names, ops
+from .verify import _all_shards, ops
 from .written import text_of, written
 
 MEETS = "{what} must be the same on all ranks along {axis!r}, and differs{why}."
@@ -94,13 +95,13 @@ class NumberedStep:
 
     def _otherwise(self, of_rows: Mapping[str, set[int]]) -> Iterator[str]:
         """Yield a sentence for each value of a rank's own rows that others compute otherwise, the first ones first."""
-        behind = {_line(x) for x in self._program.gm.graph.nodes if phase_of(x) == BACKWARD}
+        behind = {line_of(x) for x in self._program.gm.graph.nodes if phase_of(x) == BACKWARD}
         for axis, known in of_rows.items():
             numbers, compared = self._of_rows[axis]
             for node in (x for x in numbers if x in compared and x not in self._left_out and _computes(x)):
                 if numbers[node] not in known:
-                    told = OF_ROWS.format(axis=axis, text=text_of(node), line=_line(node))
-                    yield (BEHIND_LOSS if _line(node) in behind else "") + told
+                    told = OF_ROWS.format(axis=axis, text=text_of(node), line=line_of(node))
+                    yield (BEHIND_LOSS if line_of(node) in behind else "") + told
 
     def _compared(self, axis: str, own: Mapping[Node, Origins]) -> dict[Node, int]:
         return {
@@ -136,7 +137,7 @@ class _Differences:
     def __init__(self, program: Program, apart: Mapping[Node, frozenset[str]]) -> None:
         self._program, self._apart = program, apart
         self._own = own_values(program, apart=apart)
-        self._names = _names(program)
+        self._names = input_names(program)
         self._graphs: list[Graph] = [gm.graph for gm in graphs_of(program.gm)]
         self._causes = [x for graph in self._graphs for x in graph.nodes if self._is_cause(x)]
 
@@ -160,7 +161,7 @@ class _Differences:
                 reduced = self._reduced(node)
                 origins = {x for each in read for x in each if x[0] in self._apart and x[1] not in reduced}
                 origins |= {(node, axis) for axis in self._apart.get(node, ()) if self._is_cause(node)}
-                yield from self._met(f"what meets the state{_line(node)}", origins)
+                yield from self._met(f"what meets the state{line_of(node)}", origins)
 
     def _reduced(self, node: Node) -> frozenset[str]:
         """Return the axes along which a node makes a value equal, or, if it waits for a transfer, those that the next
@@ -190,7 +191,7 @@ class _Differences:
                 continue
             causes = {x for each in self._own.read.get(node, {}).values() for x, name in each if name == axis}
             if bool(causes) == (what in ("vary", "loss")):
-                yield EXPECTED[what].format(axis=axis, line=_line(node), why=self._why(causes))
+                yield EXPECTED[what].format(axis=axis, line=line_of(node), why=self._why(causes))
 
     def _why(self, causes: set[Any]) -> str:
         """Return what a difference comes from: an operation that other ranks do otherwise, with the user's line."""
@@ -201,7 +202,7 @@ class _Differences:
         # A backward pass has the line where it begins. The user's is that of the operation that it belongs to.
         name = _base_name(node)
         node = next((x for x in self._causes if name == f"{_base_name(x)}_backward"), node)
-        return f": this rank has {text_of(node)}{_line(node)}, where others have something else"
+        return f": this rank has {text_of(node)}{line_of(node)}, where others have something else"
 
 
 def _base_name(node: Node) -> str:

@@ -8,17 +8,17 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
+from .names import input_behind, input_names, names_inside, operation_name
 from .nested import call_of
 from .node_kinds import argument, is_gather, is_start
 from .program import Program, tensor_of
-from .verify import _names, _names_inside, _op, _origin
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
 def fingerprint(program: Program) -> str:
     """Return the transfers, one line each, in the order that must be the same on every rank."""
-    return _transfers(program.gm, _names(program), {}, frozenset())
+    return _transfers(program.gm, input_names(program), {}, frozenset())
 
 
 def between_slices(program: Program) -> str:
@@ -28,7 +28,7 @@ def between_slices(program: Program) -> str:
     assert program.mesh is not None
     slices = {axis.name for axis in program.mesh.slices}
     within = {group for group, axes in program.mesh.names_of_groups.items() if not axes & slices}
-    return _transfers(program.gm, _names(program), {}, frozenset(within))
+    return _transfers(program.gm, input_names(program), {}, frozenset(within))
 
 
 def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], without: frozenset[str]) -> str:
@@ -42,14 +42,14 @@ def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], 
             if argument(node, "group") not in without:
                 lines.append(_transfer(node, names, groups))
         elif call := call_of(node):
-            inside = _transfers(call.body, _names_inside(call, names), groups, without)
+            inside = _transfers(call.body, names_inside(call, names), groups, without)
             lines.append(f"{call.rounds} times: {inside}")
     return "\n".join(lines)
 
 
 def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
     value: Any = tensor_of(node.all_input_nodes[0])
-    origin = names.get(_origin(node), "") if is_gather(node) else ""
+    origin = names.get(input_behind(node), "") if is_gather(node) else ""
     assert isinstance(node.target, OpOverload)
     arguments = zip(schema_arguments(node.target), node.args, strict=False)
     static = [
@@ -58,4 +58,4 @@ def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str
         if argument.name != "rank" and not isinstance(a, Node)
     ]
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
-    return f"{_op(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()
+    return f"{operation_name(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from ..collectives.maps import OWN_OF
+from ..collectives.maps import BETWEEN_SLICES, OWN_OF
 from ..comm.mesh import Axis
-from ..parallel.plan import key_of
-from ..parallel.varied import BETWEEN_SLICES
 from ..sharding.gather_scatter import GRADIENT_OF
 from ..util.errors import some
+from ..util.patterns import pattern_of
 from .nested import graphs_of
 from .node_kinds import argument
 from .own_values import OwnValues, SliceOf
@@ -104,7 +103,7 @@ def _gradients(partial: dict[str, frozenset[str]], axis: str) -> str:
     name, causes = next(iter(partial.items()))
     met = some(sorted(x for x in causes if x))
     others = f" (and that of {some([x for x in partial if x != name])})" if len(partial) > 1 else ""
-    modules = {key_of(x.rpartition(".")[0]) for x in partial}
+    modules = {pattern_of(x.rpartition(".")[0]) for x in partial}
     word = f"{modules.pop()!r}: " if len(modules) == 1 else ""
     advice = (
         f"Write {word}'replicated_with_grad_allreduce' into the plan, which sums it"

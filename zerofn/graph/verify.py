@@ -16,6 +16,7 @@ from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
 from .alias import sources, writes
 from .capture import CaptureError
 from .declare_same import declare_same
+from .names import input_behind, input_names, line_of, names_inside, operation_at, operation_name
 from .nested import Call, call_of, foreign_graphs, graphs_of, is_result, is_unknown
 from .node_kinds import argument, arguments, is_gather, is_ours, traits
 from .own_values import Cause, OwnValues, SliceOf, own_values
@@ -35,7 +36,7 @@ def check_purity(program: Program) -> list[Tensor]:
     a shard is declared equal: the step checks it each time, before the first write. With one rank, what would be
     refused on more is told in `program.warning`.
     """
-    names = _names(program)
+    names = input_names(program)
     _check_writes(program.gm, names)
     _check_meetings(program, _all_shards(program, names), names)
     graphs = graphs_of(program.gm)
@@ -59,22 +60,6 @@ def _shards(program: Program) -> set[Node]:
     return {node for node, (spec, _) in pairs if spec is not None}
 
 
-def _names(program: Program) -> dict[Node, str]:
-    """Return what errors call each input of the graph."""
-    nodes = program.placeholders
-    out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
-    out.update({n: f"state entry {name!r}" for n, name in zip(nodes, program.state.names, strict=False)})
-    batch = zip(program.batch_placeholders, program.batch.names, strict=True)
-    out.update({n: f"batch entry {name!r}" for n, name in batch})
-    return out
-
-
-def _names_inside(call: Call, names: dict[Node, str]) -> dict[Node, str]:
-    """Return the names of a body's inputs. `names`: those of the nodes around it."""
-    found = {x: _origin(value) if value.target is ops.join.default else value for x, value in call.given.items()}
-    return {x: names[value] for x, value in found.items() if value in names}
-
-
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
     """Raise at the first write to memory that is not the step's own, also in a body."""
     owner = dict(names)  # view of an input, a constant or a gathered unit -> that memory's name
@@ -84,11 +69,11 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
             owner[node] = _CLOSED_OVER
         elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in owner):
             # Passes may gather the unit again, for the backward pass for example. That copy would lack the write.
-            owner[node] = f"what it gathered of {names.get(_origin(node), 'the state')}"
+            owner[node] = f"what it gathered of {names.get(input_behind(node), 'the state')}"
         elif source and source[0] in owner and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
             owner[node] = owner[source[0]]
         if call := call_of(node):
-            _check_writes(call.body, _names_inside(call, owner))
+            _check_writes(call.body, names_inside(call, owner))
         else:
             for written in writes(node):
                 _check_write(node, owner.get(written))
@@ -102,7 +87,7 @@ def _check_write(node: Node, name: str | None) -> None:
             if name == _CLOSED_OVER
             else "A step is a pure function: write to a clone of it, and return the clone in the new state."
         )
-        raise CaptureError(f"the step writes to {name} in place ({_op(node)}{_line(node)}). {advice}")
+        raise CaptureError(f"the step writes to {name} in place ({operation_at(node)}). {advice}")
 
 
 def _check_meetings(program: Program, shards: set[Node], names: dict[Node, str]) -> None:
@@ -174,7 +159,7 @@ def _own_value(node: Node, origins: set[Cause], names: dict[Node, str]) -> str:
         "equal on all ranks, write zerofn.same(x)."
     )
     return (
-        f"{_op(node)}{_line(node)} combines a shard with a value that differs from rank to rank: it depends on this "
+        f"{operation_at(node)} combines a shard with a value that differs from rank to rank: it depends on this "
         f"rank's own {what}. Each rank would change its part of the state in another way. Reduce the value first: "
         f"{advice}"
     )
@@ -229,7 +214,7 @@ def _is_even(node: Node, even: set[Node]) -> bool:
 def _check_body(call: Call, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> tuple[set[int], set[Node]]:
     """Check a body, and return the positions of its results that are shards, and all its shards."""
     inside = {x for x, value in call.given.items() if value in shards}
-    found = _check_shards(call.body, inside, _names_inside(call, names), sizes)
+    found = _check_shards(call.body, inside, names_inside(call, names), sizes)
     return {i for i, x in enumerate(call.results) if x in found}, found
 
 
@@ -242,18 +227,18 @@ def _stays_shard(
     """
     if traits(node).on_shard in (OnShard.SHAPE, OnShard.LEAVES, OnShard.MAKES):
         return False
-    origin = names.get(_origin(used[0]), "a value computed from it")
+    origin = names.get(input_behind(used[0]), "a value computed from it")
     keeps = node.target is operator.getitem or _is_elementwise(node) or _reshapes_nothing(node, used[0])
     if not (keeps or _moves_batches(node, used[0], sizes)):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} is applied to this rank's shard of {origin}, so its result would differ from "
+            f"{operation_at(node)} is applied to this rank's shard of {origin}, so its result would differ from "
             "rank to rank. On shards use elementwise operations, or zerofn.global_norm, leaf_norms, vdot and "
             f"all_finite; for other operations, call zerofn.gather(tree) first.{_advice(node)}"
         )
     # The traits of ZeroFn's own operations say which arguments are shards, so they are not checked here.
     if not is_ours(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
         raise CaptureError(
-            f"{_op(node)}{_line(node)} combines this rank's shard of {origin} with a tensor that is not a shard and "
+            f"{operation_at(node)} combines this rank's shard of {origin} with a tensor that is not a shard and "
             "whose elements differ: which elements are paired would depend on how the state is sharded. Put that "
             "tensor into the state, as a tree like the parameters, or call zerofn.scatter on it. Noise for shards is "
             "zerofn.normal_like(tree, key)."
@@ -299,7 +284,7 @@ def _check_draws(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if _draws(node):
             raise CaptureError(
-                f"{_op(node)}{_line(node)} draws from torch's global generator, which is not part of the state: the "
+                f"{operation_at(node)} draws from torch's global generator, which is not part of the state: the "
                 "same state and batch would give different results. Draw in the loss function of "
                 "state.value_and_grad, or under zerofn.random.randomness(state.rng_at()). To evaluate, use "
                 "a module in eval(), which has no dropout."
@@ -311,7 +296,7 @@ def _check_foreign(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if is_unknown(node):
             raise CaptureError(
-                f"{_op(node)}{_line(node)} has no schema that says what it writes to. Wrap it in "
+                f"{operation_at(node)} has no schema that says what it writes to. Wrap it in "
                 "torch.library.custom_op, or keep it inside zerofn.eager_region."
             )
         for each in foreign_graphs(node):
@@ -320,13 +305,13 @@ def _check_foreign(gm: GraphModule) -> None:
             for inner in each.graph.nodes:
                 if inner.op == "get_attr" and isinstance(getattr(each, str(inner.target)), Tensor):
                     raise CaptureError(
-                        f"a function that is given to {_op(node)}{_line(node)} reads a tensor from around it. Pass the "
+                        f"a function that is given to {operation_at(node)} reads a tensor from around it. Pass the "
                         "tensor to it, with the others that it is called with."
                     )
                 if traits(inner).collective:
                     raise CaptureError(
-                        f"{_op(inner)} communicates inside {_op(node)}{_line(node)}: ranks that take another branch "
-                        "would wait for each other. Communicate outside of it."
+                        f"{operation_name(inner)} communicates inside {operation_at(node)}: ranks that take another "
+                        "branch would wait for each other. Communicate outside of it."
                     )
 
 
@@ -339,13 +324,6 @@ def _draws(node: Node) -> bool:
     args = arguments(node)
     off = args.get("train", args.get("training", True)) is False
     return not off and args.get("dropout_p", args.get("dropout", True)) != 0
-
-
-def _origin(node: Node) -> Node:
-    """Follow a node's first inputs back to a placeholder or constant, and return that."""
-    while node.op != "placeholder" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _constants(program: Program, gm: GraphModule) -> list[Tensor]:
@@ -367,7 +345,7 @@ def _constants(program: Program, gm: GraphModule) -> list[Tensor]:
         if value.requires_grad:
             raise CaptureError(
                 f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
-                f"{_line(next(iter(node.users), node))}: it would be a constant of the captured step and never "
+                f"{line_of(next(iter(node.users), node))}: it would be a constant of the captured step and never "
                 "trained. Pass it in state.params (functional_call(model, params, ...)). If it is not to be trained, "
                 "as a teacher's, say so before: teacher.requires_grad_(False)."
             )
@@ -381,17 +359,8 @@ def _use(program: Program, constant: Node) -> str:
     last = constant
     while program.output not in last.users and last.users:
         last = next(iter(last.users))
-        if line := _line(last):
+        if line := line_of(last):
             return line
     outputs: Any = program.output.args[0]
     names = [*(program.new_state.names if program.new_state is not None else ()), *program.aux.names]
     return f" as its result {names[outputs.index(last)]!r}" if last in outputs else ""
-
-
-def _op(node: Node) -> str:
-    return node.target.name() if isinstance(node.target, OpOverload) else str(node.target)
-
-
-def _line(node: Node) -> str:
-    """Return ' at file:line (code)', the user's line of a node, or "" if lines were not recorded."""
-    return node.meta.get("line", "")

@@ -15,10 +15,10 @@ from .._torch_compat import FakeTensor, OpOverload
 from ..geometry.layout import Unit
 from ..ops.registry import OnShard, argument_places
 from ..ops.same import digest
+from .names import input_behind
 from .nested import call_of, graphs_of, is_nested
 from .node_kinds import argument, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of
-from .verify import _origin
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 # Arguments of transfers that say where this rank is, and of an eager region: which one it is in this process.
@@ -108,7 +108,7 @@ class _Writer:
         if is_gather(node):
             unit = self._units.get(str(argument(node, "unit")))
         elif node.target is ops.as_whole.default:
-            unit = self._shards.get(_origin(node))
+            unit = self._shards.get(input_behind(node))
         else:
             unit = self._flat.get(first)  # type: ignore[arg-type]
         if unit is None:

@@ -26,9 +26,10 @@ from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut, equal
 from ..parallel.cut_experts import CutExperts
 from ..parallel.plan import WORDS as TENSOR_WORDS
-from ..parallel.plan import did_you_mean, matches
+from ..parallel.plan import did_you_mean
 from ..util.arguments import checked
 from ..util.errors import nearest
+from ..util.patterns import matches
 from .exchange import combine, dispatch
 from .router_logits import of_whole_batch
 from .routing import order_of, placed, places_of

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ..collectives.maps import rows_over
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut, sliced
+from ..util.patterns import matches, pattern_of
 from ..util.process import the
 from .heads import Attributes
 from .local_ranks import mesh_of, on_ranks, without_modes
-from .plan import key_of, matches
 from .small_twin import LIMIT, NoTwin, difference, few_ranks, inputs_of, other_gradient, outputs_of, small_twin
 
 log = logging.getLogger("zerofn")
@@ -156,7 +156,7 @@ def _advice(other: str, cuts: Mapping[str, Cut]) -> str:
     name = other.partition(",")[0]
     if name in cuts:
         return ""
-    module = key_of(name.rpartition(".")[0])
+    module = pattern_of(name.rpartition(".")[0])
     return (
         f" If it is used between layers that are cut, write {module!r}: 'replicated_with_grad_allreduce' into the plan."
     )

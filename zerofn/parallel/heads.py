@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from ..util.errors import some
-from .plan import Slice, did_you_mean, key_of, matches
+from ..util.patterns import matches, pattern_of
+from .plan import Slice, did_you_mean
 
 Attributes = Mapping[str, Mapping[str, Callable[[Any, int], Any]]]
 
@@ -47,7 +48,7 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Co
             raise ValueError(
                 f"{name}.{attribute} is {value}, and layers of {name or 'the model'} are cut ({some(layers)}). If they "
                 "are of attention, say how many heads a rank has by "
-                f"attributes={{{key_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}; if not, "
+                f"attributes={{{pattern_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}; if not, "
                 "as in an MLP, that heads stay as they are: lambda heads, ranks: heads."
             )
 

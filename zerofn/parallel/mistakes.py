@@ -14,8 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..util.patterns import pattern_of
 from ..util.user_line import OURS, at_line, library_prefixes
-from .plan import Slice, key_of
+from .plan import Slice
 
 _SHAPES = (RuntimeError, ValueError, IndexError, AssertionError)  # by which code says that sizes are wrong
 _OF_SIZES = re.compile("size|shape|dim|broadcast|channel|element|feature|heads")
@@ -188,7 +189,7 @@ def _of_whole(name: str, part: nn.Module, what: str, left: dict[str, str]) -> st
             "'rowwise_split_input'."
         )
     heads = [x for x, n in vars(part).items() if type(n) is int and n > 1 and x.endswith(("head", "heads"))]
-    change = f"{{{key_of(name)!r}: {{{heads[0]!r}: lambda n, ranks: n // ranks}}}}" if heads else ""
+    change = f"{{{pattern_of(name)!r}: {{{heads[0]!r}: lambda n, ranks: n // ranks}}}}" if heads else ""
     numbers = f" If it counts on {heads[0]}, say how many a rank has, by attributes={change}." if heads else ""
     return (
         f"{what} write 'colwise_gather_output' for {last}, or 'rowwise' for the linear layer that is to follow; or "

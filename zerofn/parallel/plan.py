@@ -5,13 +5,13 @@ Words are those of transformers' `tp_plan`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..util.arguments import check_fields
 from ..util.errors import nearest
+from ..util.patterns import pattern_of
 
 KINDS = ("linear", "embedding", "experts", "identity", "varied", "plain", "latent", "sequence")
 
@@ -113,18 +113,7 @@ def slice_of(key: str, value: Any) -> Slice:
     return WORDS[value]
 
 
-def matches(key: str, name: str) -> bool:
-    """Return whether a plan's key means the module or parameter `name`; `*` stands for any one component."""
-    pattern = "".join(r"[^.]+" if x == "*" else re.escape(x) for x in re.split(r"(\*)", key))
-    return re.fullmatch(pattern, name) is not None
-
-
-def key_of(name: str) -> str:
-    """Return a module's name as a key of a plan, with `*` for numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def did_you_mean(key: str, names: Iterable[str]) -> str:
     """Return the end of a sentence that offers the nearest of `names`, with `*` for numbers."""
-    found = nearest(key, {key_of(name) for name in names if name})
+    found = nearest(key, {pattern_of(name) for name in names if name})
     return f"; did you mean {found[0]!r}?" if found else "."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .plan import key_of
+from ..util.patterns import pattern_of
 
 LIMIT = 1e-6  # of the largest number, by which a twin in parts may be off: models compute some things in float32
 _VOCABULARY = 96
@@ -133,7 +133,7 @@ def _new(model: Any, config: Any) -> Any:
 
 def _refuse_other_modules(model: nn.Module, twin: nn.Module) -> None:
     def kinds(x: nn.Module) -> set[tuple[str, type]]:
-        return {(key_of(name), type(part)) for name, part in x.named_modules()}
+        return {(pattern_of(name), type(part)) for name, part in x.named_modules()}
 
     other = kinds(model) ^ kinds(twin)
     if other:

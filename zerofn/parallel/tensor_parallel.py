@@ -20,6 +20,7 @@ from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut, equal
 from ..random.mode import draw_by_place
 from ..util.arguments import checked
+from ..util.patterns import matches
 from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
@@ -27,7 +28,7 @@ from .heads import Attributes, change_numbers, check_matrices, check_numbers, is
 from .local_ranks import LOCAL
 from .mistakes import Explained, Trail, check_attention, check_module, is_transposed
 from .once import once
-from .plan import Slice, did_you_mean, matches, of_matrix, slice_of
+from .plan import Slice, did_you_mean, of_matrix, slice_of
 from .sequence_parallel import Region, refuse_outputs_of_layers
 from .varied import Varied, with_varied_parameters
 

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import current_trace, functorch_level
-from ..collectives.maps import OWN_OF, Linear, Vary, ops
+from ..collectives.maps import BETWEEN_SLICES, OWN_OF, Linear, Vary, ops
 from ..comm.mesh import Axis
 from ..random.mode import places_kept
-
-BETWEEN_SLICES = " (replicated_with_grad_allreduce)"  # behind a module's name, in what its parameters are slices of
 
 
 @dataclass(frozen=True)
