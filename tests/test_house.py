@@ -214,7 +214,7 @@ PROCESS_WIDE = {
     "zerofn.training.checkpoint_params._lent": ONE_THREAD,
     "zerofn.random.rng_state._active": ONE_THREAD,
     "zerofn.collectives.maps._heard": ONE_THREAD,
-    "zerofn.graph.unused._seen": ONE_THREAD,
+    "zerofn.capture.unused._seen": ONE_THREAD,
     "zerofn.moe.experts._counted": ONE_THREAD,
     "zerofn.comm.present._current": ONE_THREAD,
     "zerofn.comm.present._unlike": ONE_THREAD,

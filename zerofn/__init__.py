@@ -18,6 +18,7 @@ from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import collectives, moe, optim, parallel, random
+    from .capture.capture import CaptureError
     from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
     from .deferred_init.skeleton import skeleton
-    from .graph.capture import CaptureError
     from .interop.dcp import export_dcp, load_dcp
     from .interop.deepspeed import from_deepspeed
     from .interop.deepspeed_checkpoint import load_deepspeed
@@ -71,7 +71,7 @@ _WHERE = {
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
     **dict.fromkeys(("accumulate", "value_and_grad"), "training.grad"),
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
-    "CaptureError": "graph.capture",
+    "CaptureError": "capture.capture",
     "Machine": "cost.machine",
     "Mesh": "comm.mesh",
     "normal_like": "sharded_math.normal_like",

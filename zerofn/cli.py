@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .capture.capture import CaptureError
 from .checkpoint import CheckpointError, export, verify
 from .checkpoint.reports import checkpoints_at, described, differences
 from .comm.axes import KINDS, USUAL
@@ -26,7 +27,6 @@ from .comm.mesh import Mesh
 from .cost.calibrate import this_machine
 from .cost.machine import KNOWN
 from .dry_run.script import DryRun, Reached
-from .graph.capture import CaptureError
 from .interop import deepspeed_report, hf_config
 from .launch.nodes import LaunchError
 from .launch.report import report

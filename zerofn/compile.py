@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import passes, tree
+from .capture.advice import no_leaf
+from .capture.between_ranks import NumberedStep
+from .capture.captured import captured, dry_result
 from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
-from .graph.advice import no_leaf
-from .graph.between_ranks import NumberedStep
-from .graph.captured import captured, dry_result
 from .graph.program import Program, tensor_of
 from .graph.same_graph import Outline
 from .job.agreement import agree_on, rank_and_size

@@ -16,7 +16,7 @@ from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, step_with, train_step_of
 from zerofn import optim, tree
-from zerofn.graph.capture import CaptureError
+from zerofn.capture.capture import CaptureError
 
 
 def impure(module):

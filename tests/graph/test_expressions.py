@@ -6,7 +6,7 @@ import torch
 import zerofn
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, state_of
 from zerofn import optim, tree
-from zerofn.graph.between_ranks import NumberedStep
+from zerofn.capture.between_ranks import NumberedStep
 from zerofn.graph.expressions import expressions
 from zerofn.graph.written import written
 

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import zerofn
-from tests.graph.test_between_ranks import Net, X
+from tests.capture.test_between_ranks import Net, X
 from tests.support.small_steps import fake_ranks
 from zerofn import optim
-from zerofn.graph.between_ranks import NumberedStep
-from zerofn.graph.captured import captured
+from zerofn.capture.between_ranks import NumberedStep
+from zerofn.capture.captured import captured
 
 F = nn.functional
 

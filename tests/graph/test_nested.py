@@ -12,9 +12,9 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import captured
 from zerofn import optim
-from zerofn.graph import verify
+from zerofn.capture import verify
+from zerofn.capture.loop import loop
 from zerofn.graph.alias import writes
-from zerofn.graph.loop import loop
 from zerofn.graph.nested import calls, give, graphs_of, is_result, is_unknown
 
 aten, ops = torch.ops.aten, torch.ops.zerofn

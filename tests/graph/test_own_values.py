@@ -8,10 +8,10 @@ import torch
 import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, loss_of, state_of, train_step_of
 from zerofn import collectives, tree
-from zerofn.graph.capture import CaptureError, capture
-from zerofn.graph.captured import captured
+from zerofn.capture.capture import CaptureError, capture
+from zerofn.capture.captured import captured
+from zerofn.capture.verify import check_purity
 from zerofn.graph.own_values import own_values
-from zerofn.graph.verify import check_purity
 
 MODULE = build(2)
 

@@ -10,7 +10,7 @@ from tests.support.op_samples import OPERATIONS, samples
 from tests.support.small_steps import build, state_of
 from zerofn import tree
 from zerofn._torch_compat import TorchDispatchMode, storage_key
-from zerofn.graph.capture import CaptureError
+from zerofn.capture.capture import CaptureError
 from zerofn.ops.registry import UNKNOWN, OnShard, Traits, argument_places, define, traits_of, written_arguments
 from zerofn.util.nested import tensors_in
 

@@ -22,8 +22,8 @@ from tests.support.small_steps import (
     unit_of,
 )
 from zerofn import optim, passes, tree
+from zerofn.capture.capture import capture
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.capture import capture
 from zerofn.graph.liveness import moments
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import is_gather, is_scatter

@@ -16,6 +16,7 @@ from tests.support import tiny_models
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
 from zerofn import optim, passes, tree
+from zerofn.capture.captured import captured
 from zerofn.comm import transport
 from zerofn.comm.axes import DATA
 from zerofn.comm.mesh import Axis, Mesh
@@ -23,7 +24,6 @@ from zerofn.cost import simulator
 from zerofn.cost.op_cost import DOWN, UP
 from zerofn.dry_run.fake_machine import FakeMachine
 from zerofn.graph.alias import positions, roots, touches
-from zerofn.graph.captured import captured
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import wait_of
 from zerofn.graph.phase import BACKWARD, phase_of

@@ -6,7 +6,7 @@ import torch
 import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, state_of, train_step_of
 from zerofn import Pass, optim, tree
-from zerofn.graph.capture import capture
+from zerofn.capture.capture import capture
 from zerofn.graph.edit import copied
 from zerofn.graph.phase import phase_of
 from zerofn.passes import PassError, after, before, pipeline, standard

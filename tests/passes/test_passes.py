@@ -7,7 +7,7 @@ import torch
 
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops, scheduled, state_of, train_step_of
-from zerofn.graph.capture import capture
+from zerofn.capture.capture import capture
 from zerofn.graph.nested import calls, graphs_of
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.passes import run, standard

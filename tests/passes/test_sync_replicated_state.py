@@ -4,7 +4,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, captured, fake_ranks, loss_of, state_of
-from zerofn.graph.capture import CaptureError
+from zerofn.capture.capture import CaptureError
 from zerofn.passes.sync_replicated_state import sync_replicated_state
 
 ops = torch.ops.zerofn

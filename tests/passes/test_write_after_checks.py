@@ -3,8 +3,8 @@ import torch
 
 import zerofn
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, scheduled, state_of, train_step_of
+from zerofn.capture.capture import CaptureError
 from zerofn.graph.alias import writes
-from zerofn.graph.capture import CaptureError
 from zerofn.passes.write_after_checks import write_after_checks
 
 MODULE = build(3)

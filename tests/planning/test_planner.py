@@ -13,8 +13,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of, unit_of
 from zerofn import Offload, optim
+from zerofn.capture.capture import CaptureError
 from zerofn.cost.machine import KNOWN, machine_of
-from zerofn.graph.capture import CaptureError
 from zerofn.util.sizes import in_words, time_in_words
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))

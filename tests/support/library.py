@@ -31,6 +31,7 @@ ORDER = [
     "sharding",
     "sharded_math",
     "graph",
+    "capture",
     "guards",
     "optim",
     "training",
@@ -69,7 +70,7 @@ def parse(module: str) -> ast.Module:
 
 
 def room(module: str) -> str:
-    """The name in `ORDER` that stands for a module: `zerofn.graph.capture` is in `graph`."""
+    """The name in `ORDER` that stands for a module: `zerofn.capture.capture` is in `graph`."""
     return module.split(".")[1] if "." in module else "__init__"
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import zerofn
 from tests.support.small_steps import apart, batch_of, build, loss_of, unit_of
 from zerofn import Offload, passes, tree
-from zerofn.graph.capture import capture
+from zerofn.capture.capture import capture
 from zerofn.graph.program import Program
 from zerofn.offload.drive_tensor import DriveTensor
 from zerofn.offload.host_tensor import HostTensor

@@ -16,8 +16,8 @@ import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
+from zerofn.capture.capture import capture
 from zerofn.graph.alias import positions
-from zerofn.graph.capture import capture
 from zerofn.graph.edit import copied, weight_chain
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.program import Program

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn
-from zerofn.graph.capture import capture
+from zerofn.capture.capture import capture
 from zerofn.graph.program import tensor_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.tracing import shortcut
@@ -108,7 +108,7 @@ def test_zeros_of_forward_mode_differentiation_stay_immutable_zeros(monkeypatch)
 
     params, batch = {k: x.detach() for k, x in net.named_parameters()}, torch.randn(2, 3, 8)
     ours = zeros_used()
-    monkeypatch.setattr(sys.modules["zerofn.graph.capture"], "Shortcut", Without)
+    monkeypatch.setattr(sys.modules["zerofn.capture.capture"], "Shortcut", Without)
     theirs = zeros_used()
     assert [x for x in ours if "detach" not in x] == [x for x in theirs if "detach" not in x]
 
@@ -118,7 +118,7 @@ def test_the_graph_is_the_one_that_torch_records(which, monkeypatch):
     step = steps_of(zerofn.skeleton(Net))[which]
     state, batch = make_state(), torch.randn(2, 3, 8)
     captures = [capture(step, state, batch)]
-    monkeypatch.setattr(sys.modules["zerofn.graph.capture"], "Shortcut", Without)
+    monkeypatch.setattr(sys.modules["zerofn.capture.capture"], "Shortcut", Without)
     captures.append(capture(step, state, batch))
     ours, theirs = (program.gm for program in captures)
     assert len(ours.graph.nodes) < len(theirs.graph.nodes)  # without detaches

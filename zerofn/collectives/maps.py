@@ -20,10 +20,9 @@ from ..comm import transport  # noqa: F401  (defines the operations)
 from ..comm.mesh import Axis
 from ..ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
 from ..ops import same as _same  # noqa: F401  (defines zerofn::check_same)
+from .expected import OWN_OF
 
 ops = torch.ops.zerofn
-OWN_OF = "own "  # what is expected of a value that a module of a plan is to sum, or to get, before the module's name
-BETWEEN_SLICES = " (replicated_with_grad_allreduce)"  # behind a module's name, in what its parameters are slices of
 
 
 class LinearMap(Protocol):

@@ -1,1 +1,1 @@
-"""The captured step: capture, aliasing, liveness, edits and checks of its graph."""
+"""The captured step as a graph: its program, bodies, aliasing, liveness, edits, and what its values depend on."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch_compat import current_trace, functorch_level
-from ..collectives.maps import BETWEEN_SLICES, OWN_OF, Linear, Vary, ops
+from ..collectives.expected import BETWEEN_SLICES, OWN_OF
+from ..collectives.maps import Linear, Vary, ops
 from ..comm.mesh import Axis
 from ..random.mode import places_kept
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload
+from ..capture.capture import CaptureError
+from ..capture.verify import check_purity
 from ..graph.alias import is_given, positions, roots, touches, written_memory
-from ..graph.capture import CaptureError
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes, tensors_of
 from ..graph.nested import graphs_of, is_nested
 from ..graph.node_kinds import is_fetch, is_gather, is_start
 from ..graph.phase import continue_phases
 from ..graph.program import Program, alike, tensor_of
-from ..graph.verify import check_purity
 from ..util.errors import note
 from ._packing import Span
 from ._pass import Pass

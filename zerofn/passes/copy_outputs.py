@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from ..capture.capture import CaptureError
 from ..graph.alias import is_given, is_lent, roots
-from ..graph.capture import CaptureError
 from ..graph.edit import clean, copy_of
 from ..graph.program import Cut, Program
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from ..graph.capture import CaptureError
+from ..capture.capture import CaptureError
 from ..graph.edit import clean
 from ..graph.own_values import own_values
 from ..graph.program import Program, tensor_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..graph.capture import CaptureError
+from ..capture.capture import CaptureError
 from ..graph.node_kinds import in_place_of, traits
 from ..graph.program import Program
 

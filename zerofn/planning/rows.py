@@ -12,14 +12,14 @@ from torch import Tensor
 
 from .. import passes, tree
 from .._torch_compat import storage_key
+from ..capture.capture import CaptureError
+from ..capture.captured import captured
 from ..comm.axes import KINDS
 from ..comm.mesh import Mesh
 from ..comm.present import as_rank, unlike_work
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..geometry.cuts import Cut
-from ..graph.capture import CaptureError
-from ..graph.captured import captured
 from ..graph.edit import copied
 from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+from ..capture.capture import CaptureError
 from ..comm.axes import BETWEEN, KINDS, AxisKind
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
-from ..graph.capture import CaptureError
 from .depths import UNSURE, Estimator, depths_of, is_deep
 from .row import Config, Row
 from .rows import ALL, Asked, Initial, RowPlanner, Step

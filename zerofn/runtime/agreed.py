@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..capture.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
+from ..capture.capture import CaptureError
 from ..collectives import all_gather
 from ..comm.mesh import Axis, Mesh
-from ..graph.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
-from ..graph.capture import CaptureError
 from ..graph.fingerprint import between_slices, fingerprint
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from ..graph.between_ranks import NumberedStep
+from ..capture.between_ranks import NumberedStep
 from ..guards.tensors import Contents
 from ..guards.tokens import Facts, changed_paths, without
 

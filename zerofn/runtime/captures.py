@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..graph.moving import watching
+from ..capture.moving import watching
 from ..graph.same_graph import Outline, difference
 from ..guards.tensors import Contents
 from ..guards.tokens import Facts, Same, changed_paths, told, without

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from .._torch_compat import OpOverload
-from ..graph.advice import note_dtypes
-from ..graph.capture import capture
+from ..capture.advice import note_dtypes
+from ..capture.capture import capture
 from ..graph.program import Program
 from ..graph.source_lines import place_of
 from ..util.errors import note

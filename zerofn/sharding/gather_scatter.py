@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import current_trace
+from ..collectives.expected import GRADIENT_OF
 from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
 from ..comm.axes import kind_of
 from ..comm.mesh import Axis, Mesh
@@ -28,8 +29,6 @@ from ..util.arguments import checked
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored
-
-GRADIENT_OF = "gradient of "  # what `expected` expects, before the leaf's name
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import FakeTensor, above_autograd, current_trace, inside_functorch
-from ..graph.advice import not_constant
+from ..capture.advice import not_constant
 from ..job.step_order import meetings
 from ..memory.turns import plain_python
 from ..ops.registry import OnShard, Traits, define

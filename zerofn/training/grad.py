@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..capture.advice import instead, not_constant
+from ..capture.loop import loop
+from ..capture.unused import note_gradients
 from ..collectives.maps import heard_transfers, sum_over
 from ..comm.axes import in_batch
 from ..comm.mesh import Axis, Mesh
 from ..comm.present import axes_of
 from ..geometry.leaf_choices import ask_names, check_effect, is_learned
-from ..graph.advice import instead, not_constant
-from ..graph.loop import loop
 from ..graph.phase import BACKWARD, FORWARD, phase
-from ..graph.unused import note_gradients
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import expected, gather_leaves, ravel, reduce_unit

@@ -6,8 +6,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.small_steps import fake_ranks
 from zerofn import optim
+from zerofn.capture.capture import capture
 from zerofn.graph.alias import last_uses, positions, roots
-from zerofn.graph.capture import capture
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import argument
 from zerofn.passes.budget.hoists import fitting, of_bodies

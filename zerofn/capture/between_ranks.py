@@ -14,20 +14,20 @@ from torch.fx import Graph, Node
 
 from .. import tree
 from ..comm.axes import KINDS
+from ..graph.alias import writes
+from ..graph.expressions import expressions
+from ..graph.formulas import formulas
+from ..graph.names import input_names, line_of
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument, traits
+from ..graph.own_values import Cause, Origins, axes_of_transfer, own_values
+from ..graph.phase import BACKWARD, phase_of
+from ..graph.program import Program
+from ..graph.written import text_of, written
 from ..ops.registry import OnShard
 from ..sharding.held_alike import Held, held_alike
 from ..sharding.sharded import is_sharded
-from .alias import writes
-from .expressions import expressions
-from .formulas import formulas
-from .names import input_names, line_of
-from .nested import graphs_of
-from .node_kinds import argument, traits
-from .own_values import Cause, Origins, axes_of_transfer, own_values
-from .phase import BACKWARD, phase_of
-from .program import Program
 from .verify import _all_shards, ops
-from .written import text_of, written
 
 MEETS = "{what} must be the same on all ranks along {axis!r}, and differs{why}."
 EXPECTED = {

@@ -12,15 +12,15 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import FakeTensor, OpOverload
 from ..comm.axes import kind_of
+from ..graph.alias import sources, writes
+from ..graph.names import input_behind, input_names, line_of, names_inside, operation_at, operation_name
+from ..graph.nested import Call, call_of, foreign_graphs, graphs_of, is_result, is_unknown
+from ..graph.node_kinds import argument, arguments, is_gather, is_ours, traits
+from ..graph.own_values import Cause, OwnValues, SliceOf, own_values
+from ..graph.program import Program, owners, tensor_of
 from ..ops.registry import OVER_DIMS, RESHAPES, OnShard
-from .alias import sources, writes
 from .capture import CaptureError
 from .declare_same import declare_same
-from .names import input_behind, input_names, line_of, names_inside, operation_at, operation_name
-from .nested import Call, call_of, foreign_graphs, graphs_of, is_result, is_unknown
-from .node_kinds import argument, arguments, is_gather, is_ours, traits
-from .own_values import Cause, OwnValues, SliceOf, own_values
-from .program import Program, owners, tensor_of
 from .unsummed import unsummed
 
 ops, aten = torch.ops.zerofn, torch.ops.aten

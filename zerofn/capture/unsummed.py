@@ -12,15 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from ..collectives.maps import BETWEEN_SLICES, OWN_OF
+from ..collectives.expected import BETWEEN_SLICES, GRADIENT_OF, OWN_OF
 from ..comm.mesh import Axis
-from ..sharding.gather_scatter import GRADIENT_OF
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument
+from ..graph.own_values import OwnValues, SliceOf
+from ..graph.program import Program
 from ..util.errors import some
 from ..util.patterns import pattern_of
-from .nested import graphs_of
-from .node_kinds import argument
-from .own_values import OwnValues, SliceOf
-from .program import Program
 
 ops = torch.ops.zerofn
 

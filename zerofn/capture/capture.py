@@ -14,6 +14,8 @@ from torch.fx import GraphModule, Proxy
 
 from .. import tree
 from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
+from ..graph.program import Flat, Program, cached
+from ..graph.source_lines import Lines, line_behind, readable, where
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import Stored
@@ -31,10 +33,8 @@ from .lengths import known_lengths
 from .moving import Moved, unmoved
 from .other_model import same_model
 from .prints import warned_prints
-from .program import Flat, Program, cached
 from .recurrent import recurrent
 from .settings import settings_behind
-from .source_lines import Lines, line_behind, readable, where
 
 log = logging.getLogger("zerofn")
 

@@ -15,9 +15,9 @@ from tests.support.small_steps import (
     train_step_of,
 )
 from zerofn import tree
-from zerofn.graph.capture import CaptureError, capture
+from zerofn.capture.capture import CaptureError, capture
+from zerofn.capture.verify import check_purity
 from zerofn.graph.fingerprint import fingerprint
-from zerofn.graph.verify import check_purity
 
 HERE = __file__
 

@@ -3,7 +3,7 @@ import torch
 import zerofn
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, state_of
 from zerofn import tree
-from zerofn.graph.declare_same import declare_same
+from zerofn.capture.declare_same import declare_same
 
 ops = torch.ops.zerofn
 MODULE = build(2)

@@ -1,6 +1,6 @@
 """Which parameters get no gradient: those that none of a step's losses uses, by their names."""
 
-from zerofn.graph.unused import note_gradients, noted_gradients, unused
+from zerofn.capture.unused import note_gradients, noted_gradients, unused
 
 
 def test_a_parameter_is_used_if_one_loss_uses_it():

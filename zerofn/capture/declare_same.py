@@ -10,9 +10,9 @@ from torch.fx import Node
 
 from ..collectives.maps import ops
 from ..comm.mesh import Axis
+from ..graph.edit import behind
+from ..graph.program import Program, owners, tensor_of
 from ..ops.same import WORDS
-from .edit import behind
-from .program import Program, owners, tensor_of
 
 
 def share_batch(program: Program) -> None:

@@ -11,7 +11,7 @@ import zerofn
 from tests.support.captured_steps import assert_captured_is_eager
 from zerofn import optim
 from zerofn._torch_compat import TorchDispatchMode
-from zerofn.graph.host_checks import passing_answer
+from zerofn.capture.host_checks import passing_answer
 from zerofn.ops.registry import ASKS_VALUES
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import step_with
 from zerofn import optim
-from zerofn.graph.capture import CaptureError
-from zerofn.graph.captured import captured
+from zerofn.capture.capture import CaptureError
+from zerofn.capture.captured import captured
 
 WIDTH, NUM = 8, 12
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.present import axes_of
+from ..graph.program import Program
+from ..graph.same_graph import outline
 from ..sharding.sharded import is_sharded, mesh_among
 from ..util.user_line import user_line
 from .advice import not_constant, swapped
@@ -18,8 +20,6 @@ from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
 from .draws import warn_of_equal_draws
-from .program import Program
-from .same_graph import outline
 from .unused import noted_gradients, unused
 from .verify import check_purity
 

@@ -5,7 +5,7 @@ import torch
 
 import zerofn
 from zerofn import optim
-from zerofn.graph.capture import CaptureError
+from zerofn.capture.capture import CaptureError
 
 OUTSIDE = torch.full((3, 4), 1.5)
 W = torch.tensor([[0.1, -0.2, 0.3, -0.4], [0.5, 0.6, -0.7, 0.8]])

@@ -10,7 +10,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, loss_of, results, same, state_of, train_step_of
 from zerofn import tree
-from zerofn.graph.capture import CaptureError, capture
+from zerofn.capture.capture import CaptureError, capture
 
 HERE = __file__
 

@@ -19,9 +19,9 @@ from .._torch_compat import (
     proxies_of,
     trace_inner,
 )
+from ..graph.nested import fold, repeat, stack_of
 from ..util.nested import tensors_in, with_tensors
 from ..util.patches import autocast_cache
-from .nested import fold, repeat, stack_of
 
 # body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
 Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.fx import Node
 
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument, is_ours
+from ..graph.phase import FORWARD, phase_of
+from ..graph.program import Program
 from ..ops.registry import argument_places
-from .nested import graphs_of
-from .node_kinds import argument, is_ours
-from .phase import FORWARD, phase_of
-from .program import Program
 
 log = logging.getLogger("zerofn")
 

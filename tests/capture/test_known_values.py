@@ -8,8 +8,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
-from zerofn.graph import known_values
-from zerofn.graph.capture import CaptureError, capture
+from zerofn.capture import known_values
+from zerofn.capture.capture import CaptureError, capture
 
 LENGTH = 13
 FLAG = torch.tensor([1.0, 2.0])

@@ -9,10 +9,10 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import fake_ranks
 from zerofn import collectives, optim, tree
+from zerofn.capture.between_ranks import NumberedStep
+from zerofn.capture.capture import CaptureError
+from zerofn.capture.captured import captured
 from zerofn.geometry.cuts import equal
-from zerofn.graph.between_ranks import NumberedStep
-from zerofn.graph.capture import CaptureError
-from zerofn.graph.captured import captured
 from zerofn.util.errors import said
 
 ROWS, WIDTH = 4, 8

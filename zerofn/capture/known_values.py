@@ -20,10 +20,10 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from .._torch_compat import FakeTensor, OpOverload, current_trace, node_of, plain_dispatch
+from ..graph.alias import sources, writes
 from ..ops.registry import EMPTY, FILLS, OnShard, traits_of
 from ..util.nested import tensors_in, with_tensors
 from ..util.patches import Patches, Replacement
-from .alias import sources, writes
 from .host_checks import passing_answer
 
 _MOST = 1 << 26  # elements of a value: a mask of 8,192 tokens

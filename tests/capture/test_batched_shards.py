@@ -8,7 +8,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of
 from zerofn import optim, tree
-from zerofn.graph.capture import CaptureError
+from zerofn.capture.capture import CaptureError
 
 MODULE = build(2)
 

@@ -17,8 +17,8 @@ from tests.support.small_steps import (
     train_step_of,
 )
 from zerofn import tree
+from zerofn.capture.loop import loop
 from zerofn.graph.alias import writes
-from zerofn.graph.loop import loop
 from zerofn.graph.nested import calls, graphs_of
 
 aten = torch.ops.aten

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from .._torch_compat import expression_of, tensor_in_mode
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import traits
+from ..graph.program import Program
+from ..graph.source_lines import line_behind
 from ..util.nested import with_tensors
 from .capture import CaptureError
-from .nested import graphs_of
-from .node_kinds import traits
-from .program import Program
-from .source_lines import line_behind
 
 
 def bound_sizes(program: Program) -> None:
