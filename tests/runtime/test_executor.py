@@ -7,6 +7,7 @@ from torch.fx import Graph, GraphModule
 
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, inputs_of, scheduled, state_of, train_step_of
+from zerofn.graph.nested import call
 from zerofn.runtime.executor import Executor
 
 aten = torch.ops.aten
@@ -57,6 +58,34 @@ def test_values_are_freed_at_their_last_use():
     # The caller's value and the first are gone at the first look; only what is looked at is there.
     assert seen == [[False, False, True], [False, False, False, True]]
     assert inputs == [] and torch.equal(out, torch.full((3,), 5.0))
+
+
+def test_an_input_of_a_call_is_freed_at_its_last_use_inside():
+    alive, seen = [], []
+
+    def made(x):
+        y = x + 1
+        alive.append(weakref.ref(y))
+        return y
+
+    def looked(x):
+        seen.append([ref() is not None for ref in alive])
+        return x + 1
+
+    graph = Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(made, (x,)) for _ in range(2))
+    body = graph.get_attr("body")
+    node = graph.call_function(call, (body, first))
+    again = graph.call_function(call, (body, second))
+    graph.output([node, again, second])
+    root = torch.nn.Module()
+    root.body = chain(looked, looked)
+    executor = Executor(GraphModule(root, graph))
+    out, _, _ = executor.run([torch.zeros(3)])
+    # The first value is gone behind its use; the second one is needed outside.
+    assert seen == [[True, True], [False, True], [False, True], [False, True]]
+    assert torch.equal(out[0], torch.full((3,), 3.0))
 
 
 def test_unused_inputs_are_freed_at_once():

@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 from .._torch_compat import OpOverload, aliased_arguments
 from ..ops.registry import UNDECLARED_VIEWS, argument_places, may_write, traits_of, written_arguments
-from .nested import call_of, foreign_graphs, is_nested, is_unknown
+from .nested import call_of, foreign_graphs, is_nested, is_unknown, runs_once
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
 # so that no other object gets its id.
@@ -27,7 +27,9 @@ def sources(node: Node) -> list[Node]:
     if known is None:
         if target is operator.getitem:
             first = node.args[0]
-            return sources(first) if isinstance(first, Node) else []
+            if not isinstance(first, Node):
+                return []
+            return _shared_inside(first, node.args[1]) if runs_once(first) else sources(first)  # type: ignore[arg-type]
         if not isinstance(target, OpOverload):
             return []
         known = _views[id(target)] = target, [(0, "self")] if target in UNDECLARED_VIEWS else aliased_arguments(target)
@@ -75,6 +77,17 @@ def writes(node: Node) -> list[Node]:
     return [x for each in several for x in each if isinstance(x, Node)]
 
 
+def _shared_inside(node: Node, k: int) -> list[Node]:
+    """Return the input whose memory result `k` of a body is."""
+    call = call_of(node)
+    assert call is not None
+    root = roots(call.body.graph)
+    memory = [root[x] if isinstance(x, Node) else None for x in call.results]
+    if memory[k] in memory[:k] and memory[k] not in call.given:
+        raise ValueError(f"{call.name}: results {memory.index(memory[k])} and {k} share memory; return one of them.")
+    return [call.given[memory[k]]] if memory[k] in call.given else []  # type: ignore[index]
+
+
 def _written_inside(node: Node) -> list[Node]:
     call = call_of(node)
     assert call is not None
@@ -101,6 +114,13 @@ def roots(graph: Graph) -> dict[Node, Node]:
         source = sources(node) if known is None or known[1] else None
         found[node] = found[source[0]] if source else node
     return found
+
+
+def memory_of(node: Node) -> Node:
+    """Return the node that made the memory of `node`."""
+    while source := sources(node):
+        node = source[0]
+    return node
 
 
 def positions(graph: Graph) -> dict[Node, int]:

@@ -143,6 +143,6 @@ def copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph with its bodies. Constants are the same tensors."""
     new = LazyGraphModule(gm, copy.deepcopy(gm.graph))
     new.meta.update(gm.meta)
-    for _, call in calls(new):
-        setattr(new, call.name, copied(call.body))
+    for name, body in {call.name: call.body for _, call in calls(new)}.items():
+        setattr(new, name, copied(body))
     return new

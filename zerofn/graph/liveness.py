@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
-from .alias import is_given, is_lent, positions, roots, touches
-from .nested import Call, call_of, is_nested, is_result
+from .alias import is_given, is_lent, memory_of, positions, roots, touches
+from .nested import Call, call_of, is_nested, is_result, runs_once
 from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_bucket, reduces, traits, wait_of
 from .phase import BACKWARD, FORWARD, phase_of
 
@@ -40,6 +40,9 @@ class Block(NamedTuple):
     placed: bool = False
 
 
+Handed = Mapping[Block, list[Node]]  # memory that a caller gives up -> the inputs of the body that lie in it
+
+
 class Moment(NamedTuple):
     """The bytes alive by kind while one node runs, its result included."""
 
@@ -52,29 +55,47 @@ class Moment(NamedTuple):
         return sum(self.live.values())
 
 
-def moments(gm: GraphModule, base: Live) -> Iterator[Moment]:
-    """Yield what is alive while each node runs, in the order of execution. `base`: bytes that are always alive.
+def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterator[Moment]:
+    """Yield what is alive while each node runs, in the order of execution. `base`: bytes that are alive before; all but
+    `handed` stay.
 
     A node that runs a body yields the body's moments once, in a round after the first.
     """
     born: dict[int, list[Block]] = defaultdict(list)
     dying: dict[int, list[Block]] = defaultdict(list)
-    for block in blocks(gm.graph):
+    for block in blocks(gm.graph, handed):
         born[block.born].append(block)
         dying[block.dies].append(block)
     live = {kind: base.get(kind, 0) for kind in KINDS}
     for k, node in enumerate(gm.graph.nodes):
         call = call_of(node)
-        before = dict(live) if call else live
-        for block in born[k]:
-            live[block.kind] += block.nbytes
-            live["reserved"] -= block.nbytes * block.placed
-        if call:
-            yield from _moments_inside(node, call, before, live)
+        if call and runs_once(node):  # it makes its results inside, and frees there what ends with it
+            yield from moments(call.body, live, _handed(call, dying[k]))
+            _count(live, dying.pop(k), -1)
+            _count(live, born[k])
+        else:
+            before = dict(live) if call else live
+            _count(live, born[k])
+            if call:
+                yield from _moments_inside(node, call, before, live)
         yield Moment(node, dict(live))
-        for block in dying[k]:
-            live[block.kind] -= block.nbytes
-            live["reserved"] += block.nbytes * block.placed
+        _count(live, dying[k], -1)
+
+
+def _count(live: Live, alive: list[Block], times: int = 1) -> None:
+    for block in alive:
+        live[block.kind] += block.nbytes * times
+        live["reserved"] -= block.nbytes * block.placed * times
+
+
+def _handed(call: Call, dying: list[Block]) -> Handed:
+    """Return the memory that nobody but a body needs any more, and the body's inputs that lie in it."""
+    found: dict[Block, list[Node]] = {}
+    for inside, outer in call.given.items():
+        for block in dying:
+            if block.node is memory_of(outer):
+                found.setdefault(block, []).append(inside)
+    return found
 
 
 def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterator[Moment]:
@@ -89,8 +110,10 @@ def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterat
         yield Moment(node, {**after, "gradients": after["gradients"] + terms})
 
 
-def blocks(graph: Graph) -> list[Block]:
-    """Return the memory that the operations of a graph make on the device where models compute, in order."""
+def blocks(graph: Graph, handed: Handed | None = None) -> list[Block]:
+    """Return the memory that the operations of a graph make on the device where models compute, in order, and behind it
+    what is `handed` to the graph.
+    """
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
@@ -105,6 +128,9 @@ def blocks(graph: Graph) -> list[Block]:
         received = _transfer_buffers(node)
         if received:
             out.append(Block(node, received, "gradients", at, where[wait_of(node)]))
+    for block, inputs in (handed or {}).items():
+        dies = max(where[touched[x][-1]] for x in inputs)
+        out.append(block._replace(node=inputs[0], born=-1, dies=dies))
     return [block for block in out if block.nbytes]
 
 
@@ -115,7 +141,7 @@ def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
         return "gradients" if reduces(sources[0]) else "gathered"
     if (casts(node) or decodes(node)) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
         return "gathered"
-    if _makes_gradient(node) or is_result(node):
+    if _makes_gradient(node) or is_result(node) and not runs_once(node.args[0]):  # type: ignore[arg-type]
         return "gradients"
     if is_fetch(node) or node.target is ops.bring.default and not node.meta.get(AGAIN):
         return "staging"
@@ -172,6 +198,9 @@ def complete_values(graph: Graph) -> None:
             if node.op == "get_attr":
                 value = operator.attrgetter(str(node.target))(graph.owning_module)
                 node.meta["val"] = mode.from_tensor(value) if isinstance(value, Tensor) else None
+            elif (call := call_of(node)) and runs_once(node):
+                complete_values(call.body.graph)
+                node.meta["val"] = [x.meta["val"] if isinstance(x, Node) else x for x in call.results]
             elif node.op == "call_function":
                 args, kwargs = values_of(node)
                 node.meta["val"] = node.target(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Operations that run graphs of their own, *bodies*: how often they do, and with which values.
 
-A captured loop over microbatches is one node, `repeat`. What an analysis asks of a node is asked of its body through
-`call_of`, so that it holds for every operation in `_NESTED`. Of the graphs that other operations run it asks only
-whether they write, draw or communicate.
+A captured loop over microbatches is one node, `repeat`; a body that runs once, on values, is one node, `call`. What an
+analysis asks of a node is asked of its body through `call_of`, so that it holds for every operation in `_NESTED`. Of
+the graphs that other operations run it asks only whether they write, draw or communicate.
 """
 
 from __future__ import annotations
@@ -17,6 +17,15 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import HigherOrderOperator, OpOverload
+
+
+def call(body: Callable[..., Sequence[Any]], *inputs: Any) -> list[Any]:
+    """Call `body(*inputs)` once, and return its results.
+
+    A result may be a view of an input. Two results share no memory: a body returns one, and a view of it is taken
+    outside. The executor hands the inputs over, so that each is freed at its last use inside.
+    """
+    return list(body(*inputs))
 
 
 def repeat(
@@ -89,15 +98,15 @@ class Call(NamedTuple):
     """The body that a node runs. `name`: where the module around it has it. `given`: the body's inputs, except a
     round's index, and the values that the node passes for them: of the first `num_cut` a row in each round, the others
     whole. The node's results are the sums over `rounds` of the body's first `num_sums` results, then stacks of the
-    others.
+    others; of a body that is called once, they are the body's own.
     """
 
     name: str
     body: GraphModule
-    rounds: int
     given: dict[Node, Node]
-    num_cut: int
-    num_sums: int
+    rounds: int = 1
+    num_cut: int = 0
+    num_sums: int = 0
 
     @property
     def whole(self) -> Sequence[Node]:
@@ -110,25 +119,40 @@ class Call(NamedTuple):
         return next(iter(reversed(self.body.graph.nodes))).args[0]
 
 
+def _call_of_call(node: Node) -> Call:
+    name, body, inputs = _body_of(node)
+    return Call(name, body, dict(zip(inputs, node.args[1:], strict=True)))  # type: ignore[arg-type]
+
+
 def _call_of_repeat(node: Node) -> Call:
-    where, rounds, sequences, closed, num_sums = node.args
-    name = str(where.target)  # type: ignore[union-attr]
-    body = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
-    # They come first, and `writes` asks at every pass: the rest of a large body is not looked at.
-    inputs = list(itertools.takewhile(lambda x: x.op == "placeholder", body.graph.nodes))  # type: ignore[union-attr,arg-type]
+    name, body, inputs = _body_of(node)
+    _, rounds, sequences, closed, num_sums = node.args
     given = dict(zip(inputs[1:], [*sequences, *closed], strict=True))  # type: ignore[misc]
-    return Call(name, body, rounds, given, len(sequences), num_sums)  # type: ignore[arg-type]
+    return Call(name, body, given, rounds, len(sequences), num_sums)  # type: ignore[arg-type]
+
+
+def _body_of(node: Node) -> tuple[str, GraphModule, list[Node]]:
+    """Return the name of a node's body, the body, and its inputs."""
+    name = str(node.args[0].target)  # type: ignore[union-attr]
+    body: Any = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
+    # They come first, and `writes` asks at every pass: the rest of a large body is not looked at.
+    return name, body, list(itertools.takewhile(lambda x: x.op == "placeholder", body.graph.nodes))
 
 
 _WRITES_NOTHING = ("print", "out_dtype")  # higher-order operations without a graph
 _OF_SIZES = ("_operator", "math", "torch")  # modules of the functions of numbers that a graph may call
-_NESTED: dict[Any, Callable[[Node], Call]] = {repeat: _call_of_repeat}
+_NESTED: dict[Any, Callable[[Node], Call]] = {call: _call_of_call, repeat: _call_of_repeat}
 _IDS = frozenset(map(id, _NESTED))  # to hash an operation is a slow call in Python
 
 
 def is_nested(node: Node) -> bool:
     """Return whether a node runs a body."""
     return id(node.target) in _IDS
+
+
+def runs_once(node: Node) -> bool:
+    """Return whether a node hands its inputs to a body that runs once, and returns the body's own results."""
+    return node.target is call
 
 
 def call_of(node: Node) -> Call | None:
@@ -183,6 +207,9 @@ def pass_in(node: Node, call: Call, value: Node) -> Node:
     with call.body.graph.inserting_after([*call.given][-1]):
         inside = call.body.graph.placeholder(value.name)
     inside.meta["val"] = value.meta["val"]
-    where, rounds, sequences, closed, num_sums = node.args
-    node.args = (where, rounds, sequences, [*closed, value], num_sums)  # type: ignore[misc]
+    if runs_once(node):
+        node.args = (*node.args, value)
+    else:
+        where, rounds, sequences, closed, num_sums = node.args
+        node.args = (where, rounds, sequences, [*closed, value], num_sums)  # type: ignore[misc]
     return inside

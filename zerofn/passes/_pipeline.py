@@ -129,7 +129,8 @@ def _dump(program: Program, number: int, name: str) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
-    bodies = "".join(f"\n\n# {call.name}{call.body.code}" for _, call in calls(program.gm))
+    named = {call.name: call.body for _, call in calls(program.gm)}
+    bodies = "".join(f"\n\n# {name}{body.code}" for name, body in named.items())
     target = path / f"{program.name}.{number:02}.{name}.rank{rank}.py"
     fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")
     with open(fresh, "x") as file:

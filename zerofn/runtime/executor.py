@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..graph.alias import writes
-from ..graph.nested import is_nested
+from ..graph.nested import is_nested, runs_once
 from ..graph.node_kinds import ASIDE
 from ..job.step_order import meetings
 from ..offload.host_worker import aside
@@ -76,7 +76,7 @@ def _generate(
         if key not in bound:
             alive.append(value)  # otherwise another value could get its id
             name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
-            names[name] = value
+            names[name] = _Body(value) if isinstance(value, GraphModule) else value
         return bound[key]
 
     nodes = list(gm.graph.nodes)
@@ -102,9 +102,12 @@ def _generate(
         if node.op == "output":
             lines.append(f"    return {_text(node.args[0], bind)}")
         elif node.op != "placeholder":
-            dead = [x.name for x in free.get(node, [])]
-            text = f"    {node.name} = {_expression(node, gm, bind)}"
-            lines.append(text + (f"; {' = '.join(dead)} = None" if dead else ""))
+            dead = free.get(node, [])
+            if runs_once(node):  # the body empties INPUTS, and so frees what nobody else holds
+                handed = [x for x in dead if x in node.args[1:]]
+                lines.append(f"    INPUTS = {_text(list(node.args[1:]), bind)}{_forget(handed)}")
+                dead = [x for x in dead if x not in handed]
+            lines.append(f"    {node.name} = {_expression(node, gm, bind)}{_forget(dead)}")
             rows[len(lines)] = node
     return "\n".join(lines) + "\n", names
 
@@ -124,10 +127,15 @@ def _last_uses(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     return free
 
 
+def _forget(dead: Sequence[Node]) -> str:
+    return f"; {' = '.join(x.name for x in dead)} = None" if dead else ""
+
+
 def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) -> str:
     if node.op == "get_attr":
-        value = operator.attrgetter(str(node.target))(gm)
-        return bind(_body(value) if isinstance(value, GraphModule) else value, "constant")
+        return bind(operator.attrgetter(str(node.target))(gm), "constant")
+    if runs_once(node):
+        return f"{_text(node.args[0], bind)}.run(INPUTS)"
     if node.target is operator.getitem:
         return f"{_text(node.args[0], bind)}[{_text(node.args[1], bind)}]"
     function = bind(callable_of(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
@@ -139,9 +147,14 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     return f"{function}({', '.join(args)})"
 
 
-def _body(gm: GraphModule) -> Callable[..., list[Any]]:
-    run = Executor(gm)._run
-    return lambda *inputs: run(list(inputs))
+class _Body:
+    """A body, as the operation that runs it calls it. `run` takes the inputs in a list, and empties it."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.run = Executor(gm)._run
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return self.run(list(inputs))
 
 
 def callable_of(target: Any) -> Callable[..., Any]:
