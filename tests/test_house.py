@@ -89,7 +89,7 @@ KNOW_DRY_RUNS = {
     "zerofn.offload.drive_tensor": "names the host's device",
     "zerofn.offload.host_tensor": "names the host's device",
     "zerofn.offload.disk.store": "makes no file",
-    "zerofn.checkpoint.manager": "leaves what a run has saved alone",
+    "zerofn.runs.manager": "leaves what a run has saved alone",
     "zerofn.memory.host_allocator": "leaves malloc as it is",
     "zerofn.passes.offload_activations": "names the host's device",
     "zerofn.passes.offload_gradients": "names the host's device",

@@ -19,7 +19,7 @@ TESTED_BY = {
     "checkpoint.reading": "checkpoint/test_mesh.py",
     "checkpoint.saving": "checkpoint/test_interrupted_saves.py",
     "checkpoint.sources": "checkpoint/test_tensor_file.py",
-    "checkpoint.stopping": "checkpoint/test_signals.py",
+    "runs.stopping": "runs/test_signals.py",
     "checkpoint.trees": "checkpoint/test_mesh.py",
     "collectives.expected": "capture/test_unsummed.py",
     "collectives.maps": "test_collectives.py",

@@ -19,7 +19,7 @@ from .util.version import __version__ as __version__
 if TYPE_CHECKING:
     from . import collectives, moe, optim, parallel, random
     from .capture.capture import CaptureError
-    from .checkpoint import CheckpointError, Checkpoints, export, load, load_safetensors, load_state_dict, save, verify
+    from .checkpoint import CheckpointError, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
     from .comm.mesh import Mesh
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .offload.policy import Offload
     from .passes import Pass
     from .planning.planner import plan
+    from .runs.manager import Checkpoints
     from .runtime.hooks import register_step_pre_hook
     from .sharded_math.normal_like import normal_like
     from .sharded_math.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
@@ -61,8 +62,7 @@ if TYPE_CHECKING:
 _WHERE = {
     **dict.fromkeys(("collectives", "moe", "optim", "parallel", "passes", "random"), ""),
     **dict.fromkeys(
-        ("CheckpointError", "Checkpoints", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"),
-        "checkpoint",
+        ("CheckpointError", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"), "checkpoint"
     ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharded_math.reductions"),
     **dict.fromkeys(("rank", "world_size"), "comm.present"),
@@ -72,6 +72,7 @@ _WHERE = {
     **dict.fromkeys(("accumulate", "value_and_grad"), "training.grad"),
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
     "CaptureError": "capture.capture",
+    "Checkpoints": "runs.manager",
     "Machine": "cost.machine",
     "Mesh": "comm.mesh",
     "normal_like": "sharded_math.normal_like",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import zerofn
-from tests.checkpoint.test_manager import losses
+from tests.runs.test_manager import losses
 from zerofn.checkpoint import CheckpointError, folder, owner, steps
 
 CHANGES = ("open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate")

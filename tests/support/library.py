@@ -38,6 +38,7 @@ ORDER = [
     "runtime",
     "cost",
     "checkpoint",
+    "runs",
     "passes",
     "planning",
     "compile",

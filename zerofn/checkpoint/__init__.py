@@ -7,9 +7,7 @@ Each of the public functions has a file of its own.
 from ..util.errors import CheckpointError as CheckpointError
 from .exporting import export as export
 from .loading import load as load
-from .manager import Checkpoints as Checkpoints
 from .pretrained import load_safetensors as load_safetensors
 from .saving import save as save
 from .state_dict import load_state_dict as load_state_dict
-from .stopping import Stopped as Stopped
 from .verifying import verify as verify

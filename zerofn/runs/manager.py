@@ -16,22 +16,22 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from .. import tree
+from ..checkpoint import loader_state, owner, steps
+from ..checkpoint.behind import InFlight, Saving
+from ..checkpoint.folder import MANIFEST
+from ..checkpoint.loader_state import HasState
+from ..checkpoint.loading import load, load_copy
+from ..checkpoint.places import check_answers, is_link, is_remote, located
+from ..checkpoint.saving import Along, save_along
+from ..checkpoint.verifying import verify
 from ..dry_run.script import current_dry_run
 from ..job.agreement import rank_and_size, together, with_texts
 from ..memory.turns import outside_steps
 from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from ..util.process import the
-from . import loader_state, owner, steps
-from .behind import InFlight, Saving
-from .folder import MANIFEST
-from .loader_state import HasState
-from .loading import load, load_copy
-from .places import check_answers, is_link, is_remote, located
 from .replicas import Replicas
-from .saving import Along, save_along
 from .stopping import Stopped, Stopping
-from .verifying import verify
 
 log = logging.getLogger("zerofn")
 

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from tests.checkpoint.test_manager import Counter
+from tests.runs.test_manager import Counter
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import build, state_of, train_step_of
-from zerofn.checkpoint import CheckpointError, replicas, saving, steps
+from zerofn.checkpoint import CheckpointError, saving, steps
 from zerofn.checkpoint.behind import InFlight
 from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
+from zerofn.runs import replicas
 from zerofn.util.other_processes import started
 from zerofn.util.process import the
 
@@ -302,7 +303,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import zerofn
-from tests.checkpoint.test_replicas import begun, trained
+from tests.runs.test_replicas import begun, trained
 
 folder = Path(sys.argv[1])
 run = begun(folder, 3, replicate_every=3)

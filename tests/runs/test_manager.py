@@ -12,7 +12,8 @@ import torch.distributed as dist
 import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
-from zerofn.checkpoint import CheckpointError, Stopped, owner, steps
+from zerofn.checkpoint import CheckpointError, owner, steps
+from zerofn.runs.stopping import Stopped
 from zerofn.util.process import instead
 
 

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..checkpoint import folder, steps
+from ..checkpoint.behind import Saving
+from ..checkpoint.manifest import read_manifest
+from ..checkpoint.saving import Along, Job, prepared, write_all
+from ..checkpoint.tensor_file import Written
 from ..job.agreement import exchange, rank_and_size, together, with_texts
 from ..util.errors import CheckpointError
 from ..util.other_processes import machine, started
-from . import folder, steps
-from .behind import Saving
-from .manifest import read_manifest
-from .saving import Along, Job, prepared, write_all
-from .tensor_file import Written
 
 log = logging.getLogger("zerofn")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zerofn
-from zerofn.checkpoint import Stopped
-from zerofn.checkpoint.signals import Handlers
+from zerofn.runs.signals import Handlers
+from zerofn.runs.stopping import Stopped
 from zerofn.util.process import instead
 
 TERM, USR1 = signal.SIGTERM, signal.SIGUSR1
