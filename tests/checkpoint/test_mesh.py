@@ -15,8 +15,8 @@ from benchmarks.mesh.training import plain as plain_torch
 from tests.support.checkpoint_states import draw
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.checkpoint.file_sources import Checkpoint
 from zerofn.checkpoint.reports import described, differences
-from zerofn.checkpoint.sources import Checkpoint
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import Cut, equal
 from zerofn.job.agreement import agree

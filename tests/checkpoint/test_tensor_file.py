@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from zerofn.checkpoint import sources, tensor_file
+from zerofn.checkpoint import file_sources, tensor_file
 from zerofn.checkpoint.tensor_file import DTYPES, Entry, TensorFile, mark_of, write_file
 from zerofn.util.errors import CheckpointError
 
@@ -68,10 +68,10 @@ def test_a_read_touches_only_its_blocks(tmp_path, small_blocks, monkeypatch):
 
 
 def test_few_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_OPEN", 4)
+    monkeypatch.setattr(file_sources, "MAX_OPEN", 4)
     for i in range(20):
         write(tmp_path / str(i), {"x": torch.full((3,), float(i)), "y": torch.zeros(3)})
-    files, num_open = sources._Files(tmp_path, None, ""), []
+    files, num_open = file_sources._Files(tmp_path, None, ""), []
     for name in ("x", "y", "x"):  # files that were closed are opened again
         for i in range(20):
             into = torch.ones(3)

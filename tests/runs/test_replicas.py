@@ -16,7 +16,7 @@ from tests.runs.test_manager import Counter
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import build, state_of, train_step_of
 from zerofn.checkpoint import CheckpointError, saving, steps
-from zerofn.checkpoint.behind import InFlight
+from zerofn.checkpoint.background_saves import InFlight
 from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
 from zerofn.runs import replicas

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from ..util.errors import CheckpointError
-from .places import text_of
+from .locations import text_of
 from .tensor_file import MALFORMED, Written
 
 FORMAT = "zerofn-crc32"

@@ -19,10 +19,10 @@ from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
 from ..util.errors import CheckpointError
 from .checksums import SUFFIX, checksums_of, checksums_text
-from .contents import LeafInfo, missing_leaf
+from .file_sources import Checkpoint
 from .folder import MANIFEST, flush
-from .places import check_answers, is_remote, located
-from .sources import Checkpoint
+from .locations import check_answers, is_remote, located
+from .named_leaves import LeafInfo, missing_leaf
 from .tensor_file import Entry, write_file
 
 WHAT = "zerofn.export"

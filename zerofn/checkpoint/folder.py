@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ..util.errors import CheckpointError
-from .places import fetch, is_link, is_remote, put, text_of
+from .locations import fetch, is_link, is_remote, put, text_of
 from .tensor_file import mark_of
 
 MANIFEST = "manifest.json"

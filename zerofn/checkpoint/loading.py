@@ -19,13 +19,13 @@ from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
 from ..util.arguments import checked
 from ..util.errors import CheckpointError
-from .contents import Part, describe, leaves_of, missing_leaf, take_apart
-from .filling import Filling, settle_all
+from .file_sources import Checkpoint
+from .fill_shards import Filling, settle_all
 from .folder import MANIFEST
+from .locations import check_answers, located
 from .manifest import digest_now
-from .places import check_answers, located
-from .reading import Renamed, Source
-from .sources import Checkpoint
+from .named_leaves import Part, describe, leaves_of, missing_leaf, take_apart
+from .tensor_source import Renamed, Source
 
 log = logging.getLogger("zerofn")
 

@@ -22,10 +22,10 @@ import torch
 from ..geometry.cuts import Intervals
 from ..geometry.overlaps import Region
 from ..util.errors import CheckpointError
-from .contents import LeafInfo
-from .fields import Field, as_number
 from .folder import MANIFEST
-from .places import text_of
+from .json_fields import Field, as_number
+from .locations import text_of
+from .named_leaves import LeafInfo
 from .tensor_file import CODES, DTYPES, MALFORMED, Written, without_repeats
 
 FORMAT = "zerofn-checkpoint"

@@ -22,7 +22,7 @@ from ..util.errors import CheckpointError
 from ..util.other_processes import gone, this_process
 from ..util.process import the
 from .folder import SAVING, new_text, replace_text
-from .places import is_remote, put, text_of
+from .locations import is_remote, put, text_of
 
 log = logging.getLogger("zerofn")
 

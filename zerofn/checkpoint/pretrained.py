@@ -16,12 +16,12 @@ from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
 from ..util.arguments import checked
 from ..util.errors import CheckpointError, printable
-from .contents import Part, leaves_of, missing_leaf, take_apart
-from .filling import Filling, settle_all
+from .file_sources import Weights
+from .fill_shards import Filling, settle_all
 from .loading import same_everywhere
-from .places import is_remote, located
-from .reading import Source
-from .sources import Weights
+from .locations import is_remote, located
+from .named_leaves import Part, leaves_of, missing_leaf, take_apart
+from .tensor_source import Source
 
 log = logging.getLogger("zerofn")
 

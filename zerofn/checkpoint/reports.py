@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..util.errors import printable
-from .contents import LeafInfo
+from .file_sources import Checkpoint
 from .folder import MANIFEST, is_complete
+from .locations import check_answers, located
 from .manifest import Manifest, read_manifest
-from .places import check_answers, located
-from .sources import Checkpoint
+from .named_leaves import LeafInfo
 from .steps import complete_steps, path_of
 from .tensor_file import BLOCK, CODES
 

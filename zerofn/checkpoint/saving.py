@@ -27,12 +27,12 @@ from ..util.errors import CheckpointError
 from ..util.process import the
 from ..util.version import __version__
 from . import folder, loader_state, owner
-from .behind import InFlight, Saving, Snapshot
-from .contents import Part, describe, leaves_of, storages_of, take_apart
+from .background_saves import InFlight, Saving, Snapshot
+from .locations import check_answers, located, make_folder, remove_folder
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .places import check_answers, located, make_folder, remove_folder
+from .named_leaves import Part, describe, leaves_of, storages_of, take_apart
+from .save_plan import EveryTree, OwnTree, Told
 from .tensor_file import Entry, Written, write_file
-from .trees import EveryTree, OwnTree, Told
 
 log = logging.getLogger("zerofn")
 

@@ -12,9 +12,9 @@ from ..geometry.overlaps import Region
 from ..job.agreement import together
 from ..memory.turns import outside_steps
 from ..util.arguments import checked
-from .contents import LeafInfo
+from .named_leaves import LeafInfo
 from .pretrained import fill
-from .reading import Read, Source
+from .tensor_source import Read, Source
 
 WHAT = "zerofn.load_state_dict"
 

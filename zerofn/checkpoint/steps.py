@@ -10,8 +10,8 @@ from typing import Any
 
 from ..util.errors import CheckpointError
 from . import folder, owner
+from .locations import is_link, remove_folder
 from .manifest import read_manifest
-from .places import is_link, remove_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from ..util.crc32 import crc32
 from ..util.errors import CheckpointError
 from ..util.sizes import PAGE
-from .direct import Block, Reader, Writer
-from .places import fetch, is_remote, upload
+from .direct_io import Block, Reader, Writer
+from .locations import fetch, is_remote, upload
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
 CHECKS, MARK = "zerofn.crc32", "zerofn.save"

@@ -10,9 +10,9 @@ from ..job.agreement import rank_and_size, with_texts
 from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
 from ..util.errors import CheckpointError
+from .file_sources import Checkpoint
 from .folder import MANIFEST
-from .places import check_answers, located
-from .sources import Checkpoint
+from .locations import check_answers, located
 
 WHAT = "zerofn.verify"
 

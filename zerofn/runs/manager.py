@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .. import tree
 from ..checkpoint import loader_state, owner, steps
-from ..checkpoint.behind import InFlight, Saving
+from ..checkpoint.background_saves import InFlight, Saving
 from ..checkpoint.folder import MANIFEST
 from ..checkpoint.loader_state import HasState
 from ..checkpoint.loading import load, load_copy
-from ..checkpoint.places import check_answers, is_link, is_remote, located
+from ..checkpoint.locations import check_answers, is_link, is_remote, located
 from ..checkpoint.saving import Along, save_along
 from ..checkpoint.verifying import verify
 from ..dry_run.script import current_dry_run

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint import folder, steps
-from ..checkpoint.behind import Saving
+from ..checkpoint.background_saves import Saving
 from ..checkpoint.manifest import read_manifest
 from ..checkpoint.saving import Along, Job, prepared, write_all
 from ..checkpoint.tensor_file import Written

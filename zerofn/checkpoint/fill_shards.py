@@ -17,8 +17,8 @@ from ..offload.disk import Store
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
-from .contents import LeafInfo, Part, join, leaves_of, storages_of
-from .reading import Source
+from .named_leaves import LeafInfo, Part, join, leaves_of, storages_of
+from .tensor_source import Source
 
 log = logging.getLogger("zerofn")
 

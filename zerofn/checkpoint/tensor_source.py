@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..geometry.overlaps import Region, Runs, overlap
 from ..ops.same import checksum
-from .contents import LeafInfo
+from .named_leaves import LeafInfo
 from .tensor_file import BLOCK
 
 _FEW = 64  # elements

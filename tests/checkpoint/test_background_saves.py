@@ -16,8 +16,8 @@ from tests.support.library import ROOT
 from tests.support.same import assert_same_trees, first_difference
 from tests.support.small_steps import apart, batch_of, build, state_of, train_step_of
 from tests.support.tiered_steps import TIERS
-from zerofn.checkpoint import CheckpointError, behind, tensor_file
-from zerofn.checkpoint.behind import Saving
+from zerofn.checkpoint import CheckpointError, background_saves, tensor_file
+from zerofn.checkpoint.background_saves import Saving
 from zerofn.util.process import the
 
 
@@ -119,10 +119,10 @@ def test_the_old_one_stays_until_the_new_one_is_whole(tmp_path, monkeypatch):
 
 def test_memory_of_the_copy_is_used_again(tmp_path):
     zerofn.save(tmp_path / "a", train_state(7), wait=False).wait()
-    memory = the(behind.Snapshot)._memory
+    memory = the(background_saves.Snapshot)._memory
     for seed in (8, 9):
         zerofn.save(tmp_path / "a", train_state(seed), wait=False).wait()
-        assert the(behind.Snapshot)._memory is memory
+        assert the(background_saves.Snapshot)._memory is memory
 
 
 def differing(path):
@@ -172,6 +172,7 @@ def test_a_group_that_is_taken_down_meanwhile(ranks, tmp_path):
 LAST_LINE = """
 import sys, torch, zerofn, time
 from zerofn.checkpoint import tensor_file
+from zerofn.checkpoint import background_saves
 write = tensor_file._write
 tensor_file._write = lambda *args: time.sleep(0.3) or write(*args)
 saving = zerofn.save(sys.argv[1], {"w": torch.arange(5.0)}, wait=False)

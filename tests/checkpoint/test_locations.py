@@ -19,7 +19,7 @@ from tests.support.checkpoint_states import train_state
 from tests.support.library import ROOT
 from tests.support.same import assert_same_trees
 from zerofn import cli
-from zerofn.checkpoint import CheckpointError, folder, owner, places
+from zerofn.checkpoint import CheckpointError, folder, locations, owner
 from zerofn.util.process import the
 
 PLACES = ("memory", "objects", "s3")
@@ -40,7 +40,7 @@ def anywhere(request, tmp_path):
 
 
 def names_in(path):
-    return sorted(p.name for p in places.located(path).iterdir())
+    return sorted(p.name for p in locations.located(path).iterdir())
 
 
 def below(path, name):
@@ -66,7 +66,7 @@ def test_one_save_after_the_other(anywhere):
 def test_bits_that_differ_are_told(anywhere):
     zerofn.save(anywhere, train_state(7))
     for name in names_in(anywhere):
-        file = places.located(anywhere) / name
+        file = locations.located(anywhere) / name
         whole = file.read_bytes()
         for at in (len(whole) // 2, len(whole) - 2):
             file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -82,12 +82,12 @@ def test_bits_that_differ_are_told(anywhere):
 
 def test_what_others_have_put_there_stays(anywhere):
     zerofn.save(anywhere, train_state(7))
-    strange = places.located(anywhere) / "notes.txt"
+    strange = locations.located(anywhere) / "notes.txt"
     strange.write_text("mine")
     zerofn.save(anywhere, train_state(8))
     assert strange.read_text() == "mine" and len(names_in(anywhere)) == 3
-    other = places.located(below(anywhere, "other")) / "manifest.json"
-    places.make_folder(other.parent)
+    other = locations.located(below(anywhere, "other")) / "manifest.json"
+    locations.make_folder(other.parent)
     other.write_text("mine")
     with pytest.raises(CheckpointError, match="is there and is no checkpoint"):
         zerofn.save(below(anywhere, "other"), train_state(8))
@@ -146,7 +146,7 @@ def test_one_job_at_a_time(anywhere, monkeypatch):
     """A save by another process that lives is waited for; one that is silent is taken for dead."""
     monkeypatch.setattr(owner, "SILENCE", 1.0)
     monkeypatch.setattr(owner, "BEAT", 0.1)
-    path = places.located(anywhere)
+    path = locations.located(anywhere)
     start, done = time.monotonic(), []
 
     def second():
@@ -170,21 +170,21 @@ def test_one_job_at_a_time(anywhere, monkeypatch):
 
 
 def test_a_sign_of_life_is_read_while_it_is_written(anywhere):
-    file = places.located(anywhere) / "saving.json"
+    file = locations.located(anywhere) / "saving.json"
     texts = ['{"beat": 1}\n', '{"beat": 1} \n']
-    places.make_folder(file.parent)
-    places.put(file, texts[0])
+    locations.make_folder(file.parent)
+    locations.put(file, texts[0])
     over = threading.Event()
 
     def beats():
         while not over.is_set():
-            places.put(file, texts[1])
-            places.put(file, texts[0])
+            locations.put(file, texts[1])
+            locations.put(file, texts[0])
 
     thread = threading.Thread(target=beats)
     thread.start()
     try:
-        assert all(json.loads(places.text_of(file)) == {"beat": 1} for _ in range(60))
+        assert all(json.loads(locations.text_of(file)) == {"beat": 1} for _ in range(60))
     finally:
         over.set()
         thread.join()
@@ -245,7 +245,7 @@ def test_weights_are_read_and_exported(anywhere, tmp_path):
     state = train_state(7)
     zerofn.save(anywhere, state)
     (file,) = zerofn.export(anywhere, tmp_path / "weights.safetensors")
-    remote = places.located(below(anywhere, "weights.safetensors"))
+    remote = locations.located(below(anywhere, "weights.safetensors"))
     remote.write_bytes(file.read_bytes())
     read = zerofn.load_safetensors(below(anywhere, "weights.safetensors"), like=train_state(1).params)
     assert_same_trees(read, state.params)
@@ -260,11 +260,11 @@ def test_a_bucket_that_is_not_there(from_environment):
 
 
 def test_paths_that_cannot_be(monkeypatch, tmp_path):
-    assert places.located(f"file://{tmp_path}") == tmp_path
+    assert locations.located(f"file://{tmp_path}") == tmp_path
     with pytest.raises(ValueError, match="chained file systems may hold old copies"):
-        places.located("simplecache::s3://bucket/a")
+        locations.located("simplecache::s3://bucket/a")
     with pytest.raises(ValueError, match="nowhere"):
-        places.located("nowhere://bucket/a")
+        locations.located("nowhere://bucket/a")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"pip install 'zerofn\[remote\]'"):
         zerofn.save("s3://bucket/a", train_state(7))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..memory.host_allocator import in_huge_pages
 from ..offload.disk.files import no_longer_direct, opened
 from ..util.sizes import PAGE, pages
-from .places import fetch, is_remote
+from .locations import fetch, is_remote
 
 PIECE = 1 << 20  # bytes of a transfer
 DEPTH = 4  # transfers in flight

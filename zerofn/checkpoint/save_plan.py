@@ -19,8 +19,8 @@ from ..geometry.cuts import counts
 from ..sharding.sharded import Sharded
 from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
-from .contents import Part, leaves_of
 from .manifest import SavedTree, SavedUnit, tree_as_json, tree_from_json
+from .named_leaves import Part, leaves_of
 from .tensor_file import Entry
 
 Slices = tuple[int, ...]  # which slices a rank has: its places along the axes of slices

@@ -12,13 +12,13 @@ from torch import Tensor
 from ..geometry.overlaps import Region
 from ..util.errors import CheckpointError
 from .checksums import read_checksums
-from .contents import LeafInfo
-from .direct import Reader
+from .direct_io import Reader
 from .folder import MANIFEST, find
+from .locations import fetch, text_of
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .places import fetch, text_of
-from .reading import Read, Source
+from .named_leaves import LeafInfo
 from .tensor_file import MALFORMED, TensorFile, Written
+from .tensor_source import Read, Source
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
 _MAX_READERS = 64  # as many slices as there may be; each has some 6 MiB of its own

@@ -11,15 +11,17 @@ import threading
 import pytest
 import torch
 
-from zerofn.checkpoint import direct
-from zerofn.checkpoint.direct import PIECE, Reader, Writer
+from zerofn.checkpoint import direct_io
+from zerofn.checkpoint.direct_io import PIECE, Reader, Writer
 from zerofn.util.sizes import PAGE
 
 
 @pytest.fixture(params=["direct", "refused at the first transfer", "none"])
 def how(request, monkeypatch):
     if request.param == "none":
-        monkeypatch.setattr(direct, "opened", lambda path, flags, mode: (os.open(path, flags | os.O_RDWR, mode), False))
+        monkeypatch.setattr(
+            direct_io, "opened", lambda path, flags, mode: (os.open(path, flags | os.O_RDWR, mode), False)
+        )
     if request.param.startswith("refused"):
         for name in ("pwrite", "preadv"):
             monkeypatch.setattr(os, name, refusing(getattr(os, name)))
@@ -108,7 +110,7 @@ def test_reads_are_ahead_and_take_little_memory(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(40 * PIECE))
     blocks = [(tmp_path / "a", k * PIECE, PIECE) for k in range(40)]
     started = []
-    monkeypatch.setattr(direct, "_buffers", lambda k, n, make=direct._buffers: started.append(k * n) or make(k, n))
+    monkeypatch.setattr(direct_io, "_buffers", lambda k, n, f=direct_io._buffers: started.append(k * n) or f(k, n))
     reader = Reader()
     for k, block in enumerate(blocks):
         reader.read(block, iter(blocks[k + 1 :]), lambda x: None)

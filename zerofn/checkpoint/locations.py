@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..util.errors import CheckpointError
-from .answers import asked
+from .store_timeout import asked
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _PART = 8 << 20  # bytes of an upload's parts, at least

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from zerofn.checkpoint.fields import Field, as_number
+from zerofn.checkpoint.json_fields import Field, as_number
 
 DOCUMENT = {"name": "w", "sizes": [3, 0], "is": True, "rate": 0.5, "none": None, "dtype": "F32", "far": 1 << 63}
 METHODS = {

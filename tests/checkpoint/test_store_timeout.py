@@ -11,7 +11,7 @@ from upath import UPath
 
 import zerofn
 from tests.support import objects
-from zerofn.checkpoint import CheckpointError, answers
+from zerofn.checkpoint import CheckpointError, store_timeout
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def state():
     lambda path: pytest.fail(zerofn.verify(path)[0]),
 ])  # fmt: skip
 def test_a_store_that_says_nothing(silent, monkeypatch, work):
-    monkeypatch.setattr(answers, "SILENCE", 0.2)
+    monkeypatch.setattr(store_timeout, "SILENCE", 0.2)
     start = time.monotonic()
     with pytest.raises(
         (CheckpointError, pytest.fail.Exception), match=f"manifest.json: {silent} does not answer. A req"
@@ -50,14 +50,14 @@ def test_a_store_that_says_nothing(silent, monkeypatch, work):
 def test_nothing_is_there(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setattr(answers, "SILENCE", 0.2)
+    monkeypatch.setattr(store_timeout, "SILENCE", 0.2)
     with pytest.raises(CheckpointError, match=f"{address} does not answer|cannot be reached: Could not connect to"):
         zerofn.load(at(address), like=state())
 
 
 def one_rank_hears_nothing(address, folder):
     """Rank 0 reaches its checkpoint; the other's store is silent."""
-    answers.SILENCE = 0.2
+    store_timeout.SILENCE = 0.2
     like = zerofn.shard(state(), stage=3)
     zerofn.save(folder, like)
     path = folder if dist.get_rank() == 0 else at(address)
@@ -74,9 +74,9 @@ def test_the_other_ranks_hear_of_it(ranks, silent, tmp_path):
 
 
 def test_a_slow_store_is_waited_for(monkeypatch):
-    monkeypatch.setattr(answers, "SILENCE", 0.1)
-    found, answer, look = [], DomainDispatcherApplication.__call__, answers._answers
-    monkeypatch.setattr(answers, "_answers", lambda *args: found.append(look(*args)) or found[-1])
+    monkeypatch.setattr(store_timeout, "SILENCE", 0.1)
+    found, answer, look = [], DomainDispatcherApplication.__call__, store_timeout._answers
+    monkeypatch.setattr(store_timeout, "_answers", lambda *args: found.append(look(*args)) or found[-1])
     with objects.s3_server() as bucket:
         zerofn.save(bucket / "slow", state())
         found.clear()
