@@ -172,7 +172,6 @@ def test_a_group_that_is_taken_down_meanwhile(ranks, tmp_path):
 LAST_LINE = """
 import sys, torch, zerofn, time
 from zerofn.checkpoint import tensor_file
-from zerofn.checkpoint import background_saves
 write = tensor_file._write
 tensor_file._write = lambda *args: time.sleep(0.3) or write(*args)
 saving = zerofn.save(sys.argv[1], {"w": torch.arange(5.0)}, wait=False)
