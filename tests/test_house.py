@@ -79,7 +79,7 @@ KNOW_DRY_RUNS = {
     "zerofn.sharding.shard": "lays a state out without memory for it",
     "zerofn.planning.plan": "makes the machine that is not there",
     "zerofn.planning.planner": "asks for how many ranks to plan",
-    "zerofn.planning.rows": "makes the machine that is not there",
+    "zerofn.planning.plan_variants": "makes the machine that is not there",
     "zerofn.graph.resident": "asks which tensors lie on the host",
     "zerofn.graph.liveness": "asks which tensors lie on the host",
     "zerofn.cost.simulator": "asks which tensors lie on the host",

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .job.failures import abort
     from .job.reasons import because
     from .launch.run import run
-    from .memory.remat import remat
     from .notebook.progress import progress
     from .offload.policy import Offload
     from .passes import Pass
@@ -50,11 +49,12 @@ if TYPE_CHECKING:
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
     from .training.eager_region import eager_region
-    from .training.even import even
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from .training.remat import remat
     from .training.sampler import sampler
     from .training.train_state import TrainState
+    from .training.uneven_loaders import even
     from .tree import tree_map
 
 
@@ -89,10 +89,10 @@ _WHERE = {
     "eager_region": "training.eager_region",
     "from_deepspeed": "interop.deepspeed",
     "load_deepspeed": "interop.deepspeed_checkpoint",
-    "even": "training.even",
+    "even": "training.uneven_loaders",
     "plan": "planning.planner",
     "register_step_pre_hook": "runtime.hooks",
-    "remat": "memory.remat",
+    "remat": "training.remat",
     "progress": "notebook.progress",
     "run": "launch.run",
     "same": "collectives",

@@ -32,8 +32,8 @@ from .launch.nodes import LaunchError
 from .launch.report import report
 from .launch.script import Launch, launch
 from .planning.meshes import AUTO
+from .planning.plan_variants import ALL, Asked, Layers, Step
 from .planning.planner import cluster, grid_of, plan_meshes, plan_step
-from .planning.rows import ALL, Asked, Layers, Step
 from .planning.table import Table
 from .util.errors import printable
 from .util.version import __version__

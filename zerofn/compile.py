@@ -14,7 +14,7 @@ from torch import Tensor
 from . import passes, tree
 from .capture.advice import no_leaf
 from .capture.between_ranks import NumberedStep
-from .capture.captured import captured, dry_result
+from .capture.checked_capture import captured, dry_result
 from .cost.machine import Machine, machine_of
 from .dry_run.script import current_dry_run
 from .graph.program import Program, tensor_of
@@ -32,20 +32,20 @@ from .passes.budget.decision import Choice
 from .passes.budget.shared import Decisions, orders_of, shared
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
-from .runtime.agreed import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
-from .runtime.agreed_steps import AgreedStep, AgreedSteps, Reading, first_change
+from .runtime.agreed_captures import AgreedStep, AgreedSteps, Reading, first_change
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
-from .runtime.captures import Captures, Checks, LeftOut
-from .runtime.entry import Call, Entry
+from .runtime.captured_step import Call, Entry
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
+from .runtime.guarded_captures import Captures, Checks, LeftOut
 from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
 from .runtime.options import Options
 from .runtime.outputs import returned
+from .runtime.rank_comparison import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
 from .runtime.repeatable import repeatable
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded, mesh_among

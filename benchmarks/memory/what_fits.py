@@ -22,7 +22,7 @@ import transformers as hf
 
 import zerofn
 from zerofn import Offload, Precision, optim
-from zerofn.planning.row import Row
+from zerofn.planning.plan_row import Row
 
 HERE = Path(__file__).resolve().parents[1]  # benchmarks/
 PAGE, FIGURES = HERE / "what_fits.md", HERE / "results" / "what_fits.json"

@@ -97,7 +97,7 @@ def guards(calls: int = 200) -> list[float]:
     import torch
 
     from zerofn.graph.same_graph import Outline
-    from zerofn.runtime.captures import Captures, LeftOut
+    from zerofn.runtime.guarded_captures import Captures, LeftOut
 
     blocks = [[torch.nn.LayerNorm(8), *(torch.nn.Linear(8, 8) for _ in range(3))] for _ in range(GUARDED // 5)]
     model = torch.nn.Sequential(*(torch.nn.Sequential(*block) for block in blocks))

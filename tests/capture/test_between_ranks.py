@@ -11,7 +11,7 @@ from tests.support.small_steps import fake_ranks
 from zerofn import collectives, optim, tree
 from zerofn.capture.between_ranks import NumberedStep
 from zerofn.capture.capture import CaptureError
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 from zerofn.geometry.cuts import equal
 from zerofn.util.errors import said
 

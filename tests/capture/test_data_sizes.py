@@ -11,7 +11,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.capture.capture import CaptureError
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 
 WIDTH, NUM = 8, 12
 

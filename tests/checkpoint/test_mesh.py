@@ -332,7 +332,7 @@ def test_shapes_are_those_of_whole_leaves(ranks, tmp_path):
 
 
 def kept(sizes, stage, **options):
-    from zerofn.launch.parcel import packed
+    from zerofn.launch.payload import packed
 
     state = on(sizes, stage, 7, **options)
     here = zerofn.abstract(state)
@@ -342,7 +342,7 @@ def kept(sizes, stage, **options):
 
 def taken(folder, stage, parcel):
     from tests.sharding.test_abstract import specs
-    from zerofn.launch.parcel import unpacked
+    from zerofn.launch.payload import unpacked
 
     like = unpacked(parcel)
     assert specs(like) == specs(on({"data": -1}, stage))

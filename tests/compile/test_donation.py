@@ -10,7 +10,7 @@ from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
 from zerofn import optim, tree
-from zerofn.runtime import captures as guards
+from zerofn.runtime import guarded_captures as guards
 
 
 def test_a_donated_state_says_so():

@@ -9,7 +9,7 @@ import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, loss_of, state_of, train_step_of
 from zerofn import collectives, tree
 from zerofn.capture.capture import CaptureError, capture
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 from zerofn.capture.verify import check_purity
 from zerofn.graph.own_values import own_values
 

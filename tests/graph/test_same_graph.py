@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofn
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 from zerofn.graph.same_graph import difference
 
 STATE, X = {"w": torch.ones(4)}, torch.ones(4, 2)

@@ -17,8 +17,8 @@ import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.guards.walk import Walk
-from zerofn.runtime import captures as guards
-from zerofn.runtime.captures import KEPT
+from zerofn.runtime import guarded_captures as guards
+from zerofn.runtime.guarded_captures import KEPT
 
 STATE = {"w": torch.arange(1.0, 5.0)}
 X = torch.tensor([0.5, -1.0, 2.0, 3.0])

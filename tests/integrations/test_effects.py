@@ -10,7 +10,7 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from zerofn.integrations.choices import named_by_users
+from zerofn.integrations.conditional_expressions import named_by_users
 from zerofn.integrations.effects import Effects
 
 

@@ -79,7 +79,7 @@ def test_torch_takes_the_settings():
 
 def test_a_compiled_step_tells_its_budget(monkeypatch):
     told = []
-    monkeypatch.setattr("zerofn.runtime.entry.hold", lambda *args: told.append(args))
+    monkeypatch.setattr("zerofn.runtime.captured_step.hold", lambda *args: told.append(args))
     state = zerofn.shard({"params": {"w": torch.ones(2048)}})
     read = lambda state, batch: zerofn.gather(state["params"])["w"].sum()  # noqa: E731
     for options in ({}, {"memory": "1MiB"}):

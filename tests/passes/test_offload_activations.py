@@ -16,7 +16,7 @@ from tests.support import tiny_models
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
 from zerofn import optim, passes, tree
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 from zerofn.comm import transport
 from zerofn.comm.axes import DATA
 from zerofn.comm.mesh import Axis, Mesh

@@ -22,8 +22,8 @@ from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.job.in_flight import pending
 from zerofn.parallel import context, split_sequence, tensor
 from zerofn.planning.meshes import meshes
+from zerofn.planning.plan_variants import Asked, Step, _usual_cuts
 from zerofn.planning.planner import plan_step
-from zerofn.planning.rows import Asked, Step, _usual_cuts
 from zerofn.util.process import the
 
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))

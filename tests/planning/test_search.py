@@ -7,7 +7,7 @@ import pytest
 
 from zerofn.cli import main
 from zerofn.cost.machine import KNOWN
-from zerofn.planning.row import Config, Estimate, Needs, Row
+from zerofn.planning.plan_row import Config, Estimate, Needs, Row
 from zerofn.planning.search import Search
 
 LLAMA = {

@@ -6,7 +6,7 @@ import torch
 import zerofn
 from tests.support.checkpoint_states import train_state
 from tests.support.same import assert_same_trees
-from zerofn.launch.parcel import packed, unpacked
+from zerofn.launch.payload import packed, unpacked
 from zerofn.sharding.sharded import is_sharded
 
 

@@ -11,7 +11,7 @@ from tests.support.small_steps import apart, same, unit_of
 from zerofn import collectives, optim, tree
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import Cut
-from zerofn.launch.parcel import packed, unpacked
+from zerofn.launch.payload import packed, unpacked
 from zerofn.sharded_math.whole_leaves import map_whole
 from zerofn.sharding.sharded import is_sharded
 

@@ -15,17 +15,17 @@ from torch.fx import Graph, Node
 from .. import tree
 from ..comm.axes import KINDS
 from ..graph.alias import writes
-from ..graph.expressions import expressions
-from ..graph.formulas import formulas
+from ..graph.local_value_numbers import formulas
 from ..graph.names import input_names, line_of
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, traits
+from ..graph.node_text import text_of, written
 from ..graph.own_values import Cause, Origins, axes_of_transfer, own_values
 from ..graph.phase import BACKWARD, phase_of
 from ..graph.program import Program
-from ..graph.written import text_of, written
+from ..graph.value_numbers import expressions
 from ..ops.registry import OnShard
-from ..sharding.held_alike import Held, held_alike
+from ..sharding.replicated_values import Held, held_alike
 from ..sharding.sharded import is_sharded
 from .verify import _all_shards, ops
 

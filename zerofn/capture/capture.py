@@ -28,13 +28,13 @@ from ..util.user_line import at_line
 from .advice import instead, note_dtypes
 from .as_written import as_written
 from .assigned_data import OuterAssignment, assigned_data
+from .changing_constants import Moved, unmoved
 from .known_values import answer, values_looked_at
-from .lengths import known_lengths
-from .moving import Moved, unmoved
+from .model_settings import settings_behind
 from .other_model import same_model
-from .prints import warned_prints
+from .printing import warned_prints
 from .recurrent import recurrent
-from .settings import settings_behind
+from .sequence_lengths import known_lengths
 
 log = logging.getLogger("zerofn")
 

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ..capture.moving import is_generator, is_moving
+from ..capture.changing_constants import is_generator, is_moving
 from ..util.classes import held_by, is_dataclass, named, of_class
 from .attributes import (
     answers,

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .choices import functions_of, may_change, named_by_users, reached, replaced, rewritten, stored_by
-from .later import Program
+from .conditional_expressions import functions_of, may_change, named_by_users, reached, replaced, rewritten, stored_by
+from .deferred_values import Program
 from .recording import FOLLOWED, WRITTEN, Recording, is_of_no_library
 
 

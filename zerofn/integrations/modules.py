@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from .later import writes
+from .deferred_values import writes
 
 
 def is_shape_only(module: nn.Module) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .asks import Asks
-from .choices import stored_by
-from .later import (
+from .asked_numbers import Asks
+from .conditional_expressions import stored_by
+from .deferred_values import (
     At,
     Done,
     Either,

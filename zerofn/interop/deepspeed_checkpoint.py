@@ -25,7 +25,7 @@ import zerofn
 
 from ..util.arguments import checked
 from .adam import MOMENTS, names_of, params_of, with_moments
-from .pieces import Pieces, cut, first, numel
+from .tensor_pieces import Pieces, cut, first, numel
 from .torch_files import Count, Each, Flat, Named, Numbered, check_file, check_values
 
 _LONGEST = 4096  # bytes of a folder's name

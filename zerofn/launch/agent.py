@@ -10,7 +10,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from .node import NODE
-from .tied import end_with
+from .tied_processes import end_with
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from .tied import end_with
+from .tied_processes import end_with
 
 
 def main(folder: Path, parent: int) -> None:
@@ -20,7 +20,7 @@ def main(folder: Path, parent: int) -> None:
 
     import torch.distributed as dist
 
-    from .parcel import packed, packed_error, unpacked
+    from .payload import packed, packed_error, unpacked
 
     try:
         fn, args, kwargs = unpacked((folder / "call").read_bytes())

@@ -103,7 +103,7 @@ def _said(work: Any) -> str:
 def _abstract(name: str) -> bytes | str:
     import zerofn
 
-    from ..launch.parcel import packed
+    from ..launch.payload import packed
 
     try:
         return packed(zerofn.abstract(_shell().user_ns[name]), name)
@@ -123,7 +123,7 @@ def load_states(states: Mapping[str, bytes], paths: Sequence[str]) -> dict[str, 
     """Make variables again, each from the last path that has it. Returns where each was found, "" for nowhere."""
     import zerofn
 
-    from ..launch.parcel import unpacked
+    from ..launch.payload import unpacked
 
     found = {}
     for name, kept in states.items():

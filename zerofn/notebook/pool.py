@@ -59,7 +59,7 @@ class Pool:
 
     def _start(self) -> list[Any]:
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": _threads(self.size)}
-        tied = [sys.executable, "-m", "zerofn.launch.tied", str(os.getpid()), self._folder]
+        tied = [sys.executable, "-m", "zerofn.launch.tied_processes", str(os.getpid()), self._folder]
         self._cluster.start_controller_sync(environment=own, controller_cmd=[*tied, "ipyparallel.controller"])
         self._cluster.start_engines_sync(self.size, environment=own, engine_cmd=[*tied, "ipyparallel.engine"])
         client = self._cluster.connect_client_sync()

@@ -21,7 +21,7 @@ from ..collectives.maps import Exchange, Linear
 from ..comm.axes import CONTEXT
 from ..comm.mesh import Axis
 from ..comm.present import axis_of, works_by_rank
-from ..memory.remat import remat
+from ..training.remat import remat
 from ..util.arguments import checked
 
 METHODS = ("ulysses", "ring")

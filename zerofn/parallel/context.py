@@ -13,9 +13,9 @@ from ..collectives.maps import AllGather, Linear, Same
 from ..comm.axes import CONTEXT, TENSOR
 from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
+from .applied_once import once
 from .attention import METHODS, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
-from .once import once
 
 _FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels

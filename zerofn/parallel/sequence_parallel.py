@@ -19,7 +19,7 @@ from ..comm.mesh import Axis
 from ..random.mode import draw_by_place, places_kept
 from .cut_experts import CutExperts
 from .heads import size_of_head
-from .varied import with_varied_parameters
+from .shared_inputs import with_varied_parameters
 
 _TOKENS = -2  # the dim of tokens, of what layers hand on
 _OUTPUTS = ("output_hidden_states", "output_router_logits", "output_attentions")

@@ -21,16 +21,16 @@ from ..geometry.cuts import Cut, equal
 from ..random.mode import draw_by_place
 from ..util.arguments import checked
 from ..util.patterns import matches
+from .applied_once import once
 from .check_plan import check_plan
 from .cross_entropy import give_loss_of_slices
 from .cut_experts import CutExperts
 from .heads import Attributes, change_numbers, check_matrices, check_numbers, is_one_a_head, size_of_head
 from .local_ranks import LOCAL
-from .mistakes import Explained, Trail, check_attention, check_module, is_transposed
-from .once import once
 from .plan import Slice, did_you_mean, of_matrix, slice_of
+from .plan_errors import Explained, Trail, check_attention, check_module, is_transposed
 from .sequence_parallel import Region, refuse_outputs_of_layers
-from .varied import Varied, with_varied_parameters
+from .shared_inputs import Varied, with_varied_parameters
 
 
 @checked()

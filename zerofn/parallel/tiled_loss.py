@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..memory.remat import remat
+from ..training.remat import remat
 from ..util.arguments import checked
 from .cross_entropy import has_causal_loss
 from .sequence import IGNORED, shifted

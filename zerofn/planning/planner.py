@@ -15,7 +15,7 @@ from ..memory.turns import outside_steps
 from ..util.arguments import checked
 from ..util.sizes import num_bytes
 from .meshes import AUTO, rows_of_meshes
-from .rows import ALL, Asked, Cuts, Initial, RowPlanner, Step
+from .plan_variants import ALL, Asked, Cuts, Initial, RowPlanner, Step
 from .table import Table
 
 CUDA_CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take

@@ -9,9 +9,9 @@ from ..capture.capture import CaptureError
 from ..comm.axes import BETWEEN, KINDS, AxisKind
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
-from .depths import UNSURE, Estimator, depths_of, is_deep
-from .row import Config, Row
-from .rows import ALL, Asked, Initial, RowPlanner, Step
+from .deep_models import UNSURE, Estimator, depths_of, is_deep
+from .plan_row import Config, Row
+from .plan_variants import ALL, Asked, Initial, RowPlanner, Step
 
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
 Sizes = Mapping[str, int]  # of axes for which a model is changed; 1 where nothing is said

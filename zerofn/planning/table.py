@@ -13,7 +13,7 @@ from ..util.html import preformatted, table
 from ..util.sizes import in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
-from .row import Row
+from .plan_row import Row
 
 _HEAD = (
     "mesh",

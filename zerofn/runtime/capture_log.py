@@ -21,7 +21,7 @@ from ..graph.program import Program, tensor_of
 from ..job.agreement import rank_and_size
 from ..ops import cpu, cuda
 from ..util.sizes import in_words, time_in_words
-from .entry import Entry
+from .captured_step import Entry
 
 log = logging.getLogger("zerofn")
 _OUTSIDE = "something outside its arguments"

@@ -30,8 +30,8 @@ from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
+from .loss_errors import check_gradient, warn_of_weight
 from .loss_scale import NoLossScale, check_loss_scale
-from .mistakes import check_gradient, warn_of_weight
 
 
 class _Loss(NamedTuple):

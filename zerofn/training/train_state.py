@@ -25,8 +25,8 @@ from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
 from .extra import SAME, Update, warn_of_replace
 from .grad import ValueAndGrad, value_and_grad
+from .loss_errors import check_gradients
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
-from .mistakes import check_gradients
 
 _ANEW = (
     "Lay the state out anew, with new moments: zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard("

@@ -16,7 +16,7 @@ from torch.serialization import set_default_mmap_options
 import zerofn
 
 from ...interop.adam import with_moments as place
-from ..live import LiveParameter
+from ..live_module import LiveParameter
 
 _MARK = "zerofn: a parameter of the state"
 _OF_TRAINING = ("callbacks", "optimizer_states", "lr_schedulers")  # what Lightning leaves out of a file of weights

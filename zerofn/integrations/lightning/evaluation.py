@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zerofn
 
-from ..live import Live
+from ..live_module import Live
 from ..modules import places_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

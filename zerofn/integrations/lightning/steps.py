@@ -14,7 +14,7 @@ import zerofn
 from ..effects import Effects
 from ..losses import as_autocast
 from ..modules import call_with
-from .watched import Watch, as_batch, computes
+from .watched_module import Watch, as_batch, computes
 
 
 class _TrainingStep(nn.Module):

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import zerofn
 
-from ..carried import relaid
-from ..groups import Groups, let_go
-from ..live import Live, parameters_of
+from ..carried_state import relaid
+from ..live_module import Live, parameters_of
 from ..losses import as_autocast
 from ..modules import buffers_to, is_shape_only
+from ..param_groups import Groups, let_go
 from . import checkpoints
 from .checks import check
 from .configured import Configured
@@ -31,7 +31,7 @@ from .evaluation import Lender
 from .optimizers import clipping
 from .ranks import Ranks
 from .steps import Steps
-from .watched import computes, unwatch, watch
+from .watched_module import computes, unwatch, watch
 
 _PRECISIONS = {"32-true": None, "bf16-mixed": "bf16", "16-mixed": "fp16"}
 _NOTHING = Precision()

@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofn
 
-from ..groups import Groups
+from ..param_groups import Groups
 
 _NUMBERS = ("lr", "betas", "momentum", "weight_decay")
 RATES = "zerofn_rates.pt"  # in a checkpoint: what the optimizer's groups and the scheduler say

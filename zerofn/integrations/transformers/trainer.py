@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import zerofn
 
-from ..carried import relaid
+from ..carried_state import relaid
 from ..effects import Effects
-from ..groups import let_go
-from ..live import Live, is_live, parameters_of
+from ..live_module import Live, is_live, parameters_of
 from ..modules import buffers_to, is_shape_only, saved_buffers
+from ..param_groups import let_go
 from .adapters import as_saved, check_adapters, has_adapters, load_adapters, save_adapters, save_beside
 from .arguments import OurArguments, TrainingArguments
 from .evaluation import EvaluatedModel, outputs_of

@@ -23,7 +23,8 @@ time.sleep(60)
 STARTS = """
 import os, subprocess, sys, threading, time
 os.mkdir(sys.argv[1])
-command = [sys.executable, "-m", "zerofn.launch.tied", str(os.getpid()), sys.argv[1], "lasts", sys.argv[2], "a"]
+command = [sys.executable, "-m", "zerofn.launch.tied_processes"]
+command += [str(os.getpid()), sys.argv[1], "lasts", sys.argv[2], "a"]
 thread = threading.Thread(target=subprocess.Popen, args=(command,), kwargs={"start_new_session": True})
 thread.start()
 thread.join()

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from .plan import Memory
-from .row import Config, Estimate, Needs, Row, lacking
-from .rows import ALL, BUDGET, Initial, Layers, RowPlanner, Step
+from .plan_row import Config, Estimate, Needs, Row, lacking
+from .plan_variants import ALL, BUDGET, Initial, Layers, RowPlanner, Step
 
 FEW = 3  # beside the odd ones: a first one, a last one and one between, so that transfers of neighbours overlap
 SPAN = 3  # more of them in the second plan

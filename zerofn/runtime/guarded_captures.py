@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import tree
-from ..capture.moving import watching
+from ..capture.changing_constants import watching
 from ..graph.same_graph import Outline, difference
 from ..guards.tensors import Contents
 from ..guards.tokens import Facts, Same, changed_paths, told, without
@@ -32,8 +32,8 @@ from ..guards.walk import Walk
 from ..job.agreement import agree_on
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
-from .agreed_steps import Reading
-from .entry import Entry
+from .agreed_captures import Reading
+from .captured_step import Entry
 
 log = logging.getLogger("zerofn")
 CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now

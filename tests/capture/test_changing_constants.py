@@ -13,7 +13,7 @@ import torch
 import tqdm
 
 import zerofn
-from zerofn.capture.moving import is_moving, position_of, unmoved, watching
+from zerofn.capture.changing_constants import is_moving, position_of, unmoved, watching
 
 STATE, X = {"w": torch.ones(2)}, torch.ones(2)
 own, of_numpy, legacy = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)

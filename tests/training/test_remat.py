@@ -5,8 +5,8 @@ import torch
 from torch.func import grad, jvp, vjp, vmap
 
 import zerofn
-from zerofn.memory import remat
 from zerofn.random import key, randomness
+from zerofn.training import remat
 
 
 def _f(x, w):

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import passes, tree
 from .._torch_compat import storage_key
 from ..capture.capture import CaptureError
-from ..capture.captured import captured
+from ..capture.checked_capture import captured
 from ..comm.axes import KINDS
 from ..comm.mesh import Mesh
 from ..comm.present import as_rank, unlike_work
@@ -31,7 +31,7 @@ from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
-from .row import Config, Needs, Row, lacking
+from .plan_row import Config, Needs, Row, lacking
 
 T = TypeVar("T")
 

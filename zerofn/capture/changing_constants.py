@@ -26,7 +26,7 @@ from ..util.classes import of_class
 from ..util.patches import Patches
 from ..util.process import instead, the
 from ..util.user_line import OURS, library_prefixes, of_python
-from .settings import settings_behind
+from .model_settings import settings_behind
 
 _GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
 _WAYS_OUT = "outside the step and pass it in the batch as a tensor"

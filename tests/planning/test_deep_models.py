@@ -7,8 +7,8 @@ import pytest
 import zerofn
 from zerofn.comm.mesh import Mesh
 from zerofn.interop.hf_config import step_of
-from zerofn.planning.depths import Estimator, depths_of, is_deep
-from zerofn.planning.rows import ALL, BUDGET, Config, Initial, Layers, RowPlanner, Step
+from zerofn.planning.deep_models import Estimator, depths_of, is_deep
+from zerofn.planning.plan_variants import ALL, BUDGET, Config, Initial, Layers, RowPlanner, Step
 
 LLAMA = {
     "model_type": "llama",

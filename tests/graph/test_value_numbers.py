@@ -7,8 +7,8 @@ import zerofn
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, state_of
 from zerofn import optim, tree
 from zerofn.capture.between_ranks import NumberedStep
-from zerofn.graph.expressions import expressions
-from zerofn.graph.written import written
+from zerofn.graph.node_text import written
+from zerofn.graph.value_numbers import expressions
 
 MODULE = build(2)
 

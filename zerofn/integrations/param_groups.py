@@ -13,8 +13,8 @@ from torch import nn
 import zerofn
 from zerofn import optim
 
-from .carried import carried
-from .changing import can_change, changing, values_of
+from .carried_state import carried
+from .changing_hyperparameters import can_change, changing, values_of
 from .torch_optimizers import translated
 
 ScalarOrSchedule = float | optim.Schedule  # `inject_hyperparams` looks for this name

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .later import Done, Later, Traced, combined, has_later, is_traced, number_of, refuse
+from .deferred_values import Done, Later, Traced, combined, has_later, is_traced, number_of, refuse
 from .recorders import is_recorder
 
 

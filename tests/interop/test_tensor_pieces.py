@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofn.interop.pieces import Pieces, cut, first, numel
+from zerofn.interop.tensor_pieces import Pieces, cut, first, numel
 
 
 @pytest.mark.parametrize("sizes", [(24,), (5, 0, 7, 12), (1,) * 24])

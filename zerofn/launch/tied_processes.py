@@ -1,6 +1,6 @@
 """Processes that end when the one that started them has ended, however it has: no rank keeps a GPU for nobody.
 
-python -m zerofn.launch.tied PID FOLDER MODULE [arguments] runs a module so, like python -m MODULE.
+python -m zerofn.launch.tied_processes PID FOLDER MODULE [arguments] runs a module so, like python -m MODULE.
 
 The number of a process's parent changes when that parent is gone, and only then, so a thread asks for it. (The kernel
 could send a signal, but it does so when the *thread* that has started the process ends.) Nothing here imports torch.

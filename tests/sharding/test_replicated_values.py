@@ -7,7 +7,7 @@ from tests.support.small_steps import fake_ranks
 from zerofn import optim, tree
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import equal
-from zerofn.sharding.held_alike import digests, first_unequal, held_alike
+from zerofn.sharding.replicated_values import digests, first_unequal, held_alike
 from zerofn.sharding.sharded import is_sharded
 
 

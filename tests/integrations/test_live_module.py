@@ -14,7 +14,7 @@ from torch import nn
 
 import zerofn
 from zerofn import optim
-from zerofn.integrations.live import Live, LiveParameter, is_live, parameters_of
+from zerofn.integrations.live_module import Live, LiveParameter, is_live, parameters_of
 from zerofn.integrations.modules import call_with
 from zerofn.job import agreement
 from zerofn.job.failures import explained

@@ -11,7 +11,7 @@ from tests.capture.test_between_ranks import Net, X
 from tests.support.small_steps import fake_ranks
 from zerofn import optim
 from zerofn.capture.between_ranks import NumberedStep
-from zerofn.capture.captured import captured
+from zerofn.capture.checked_capture import captured
 
 F = nn.functional
 

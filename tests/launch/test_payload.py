@@ -7,7 +7,7 @@ import zerofn
 from tests.optim.test_transformations import FUSED, MORE
 from tests.support.same import assert_same_trees
 from zerofn import optim
-from zerofn.launch.parcel import packed, unpacked
+from zerofn.launch.payload import packed, unpacked
 
 PARAMS = {"w": torch.linspace(-1, 1, 6).view(2, 3), "b": torch.ones(3)}
 

@@ -18,11 +18,11 @@ from torch.fx.node import map_arg
 
 from ..comm.axes import kind_of
 from .alias import roots, sources, writes
-from .expressions import Numbers, number
 from .nested import Call, call_of
 from .node_kinds import is_ours
+from .node_text import Given, Written
 from .program import Program, tensor_of
-from .written import Given, Written
+from .value_numbers import Numbers, number
 
 ops = torch.ops.zerofn
 _PLACES = (

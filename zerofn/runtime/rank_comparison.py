@@ -28,7 +28,7 @@ from ..job.agreement import fingerprint as _short
 from ..job.failures import backend_on, group_named
 from ..job.step_order import meetings
 from ..optim.base import GradientTransformation
-from ..sharding.held_alike import Held, digests, first_unequal
+from ..sharding.replicated_values import Held, digests, first_unequal
 from .options import Options
 
 _VALUES, _ROWS = "values", "rows"

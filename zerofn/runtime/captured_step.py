@@ -16,7 +16,7 @@ from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
 from ..tree import PyTreeSpec
 from ..util.errors import said
-from .agreed_steps import AgreedStep
+from .agreed_captures import AgreedStep
 from .backend import Backend, Runner
 from .buffers import Buffers
 

@@ -19,7 +19,7 @@ from .advice import not_constant, swapped
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
-from .draws import warn_of_equal_draws
+from .repeated_draws import warn_of_equal_draws
 from .unused import noted_gradients, unused
 from .verify import check_purity
 

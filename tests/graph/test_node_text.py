@@ -2,7 +2,7 @@ import torch
 
 from tests.support.small_steps import build, captured, fake_ranks, state_of
 from zerofn import tree
-from zerofn.graph.written import text_of, written
+from zerofn.graph.node_text import text_of, written
 
 TABLE = torch.tensor([1.0, 2.0])
 

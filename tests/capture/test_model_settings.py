@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 import zerofn
 from zerofn import optim
-from zerofn.capture.settings import settings_behind
+from zerofn.capture.model_settings import settings_behind
 
 
 def drawn_mask(shape, probability):

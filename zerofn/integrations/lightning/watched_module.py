@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from ..later import Done, Later, refuse
+from ..deferred_values import Done, Later, refuse
 from ..recording import Recording
 
 _NOT_HERE = (

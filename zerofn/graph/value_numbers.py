@@ -20,9 +20,9 @@ from ..ops.registry import OnShard
 from .alias import roots, writes
 from .nested import Call, call_of
 from .node_kinds import traits
+from .node_text import Written, name_of
 from .own_values import axes_of_transfer
 from .program import Program
-from .written import Written, name_of
 
 ops = torch.ops.zerofn
 
