@@ -26,7 +26,7 @@ Parts = Sequence[Tensor]  # what stores one tensor: itself, or a codec's parts
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredPart:
     """One of the tensors that store a public one.
 
     `suffix`: the end of its name in errors. `dtype`: None for the public tensor's. `grain`: the number of public
@@ -49,7 +49,7 @@ class Codec:
     """
 
     name: str
-    parts: tuple[Part, ...] = (Part(),)
+    parts: tuple[StoredPart, ...] = (StoredPart(),)
     holds: torch.dtype | None = None
     decodes: str = ""
     encodes: str = ""
@@ -96,19 +96,21 @@ class Codec:
 
 def _blocks(name: str, signed: bool) -> Codec:
     """float32 in 8-bit blocks, with one scale for 256: 1 + 4/256 bytes an element. See `ops/csrc/formats.h`."""
-    parts = (Part(".codes", torch.uint8), Part(".scales", torch.float32, BLOCK))
+    parts = (StoredPart(".codes", torch.uint8), StoredPart(".scales", torch.float32, BLOCK))
     return Codec(name, parts, torch.float32, "decode", "encode", (signed,), " in 8-bit blocks")
 
 
 def _float8(name: str, signed: bool) -> Codec:
     """float32 in float8, with one scale for 256: 1 + 4/256 bytes an element. See [Note: float8 moments] in `fp8`."""
-    parts = (Part(".codes", torch.uint8), Part(".scales", torch.float32, BLOCK))
+    parts = (StoredPart(".codes", torch.uint8), StoredPart(".scales", torch.float32, BLOCK))
     return Codec(name, parts, torch.float32, "fp8_decode", "fp8_encode", (signed,), " in float8 blocks")
 
 
 PLAIN = Codec("plain")
 # Every bit of float32, in 2 + 2 bytes. See [Note: split master] in `formats`.
-SPLIT = Codec("split", (Part(".hi", HALF), Part(".lo", LOW)), torch.float32, "join", "split", note=" in two halves")
+SPLIT = Codec(
+    "split", (StoredPart(".hi", HALF), StoredPart(".lo", LOW)), torch.float32, "join", "split", note=" in two halves"
+)
 SIGNED, UNSIGNED = _blocks("signed blocks", True), _blocks("unsigned blocks", False)
 E4M3, E5M2 = _float8("e4m3 blocks", True), _float8("e5m2 blocks", False)
 CODECS = (PLAIN, SPLIT, SIGNED, UNSIGNED, E4M3, E5M2)

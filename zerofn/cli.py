@@ -305,7 +305,7 @@ def _sizes(text: str | None) -> dict[str, int] | None:
     return {name: int(size) for name, _, size in pairs}
 
 
-class Found(NamedTuple):
+class StepToPlan(NamedTuple):
     """A step to plan. `mesh`: the script's own, None where it makes none. `precision`: the script's own."""
 
     step: Step
@@ -313,7 +313,7 @@ class Found(NamedTuple):
     precision: Any = None
 
 
-def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
+def _of_config(args: argparse.Namespace, mesh: Mesh) -> StepToPlan:
     """Return the step of a Hugging Face configuration on a mesh."""
     if args.sequence_parallel is not None and args.mesh != AUTO and not mesh.partial:
         raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
@@ -327,13 +327,13 @@ def _of_config(args: argparse.Namespace, mesh: Mesh) -> Found:
         return Step(found.train_step, found.init_state, found.batch, found.cuts, layers=layers, written=found.written)
 
     if args.sequence_parallel is not None or not mesh.partial:
-        return Found(step(bool(args.sequence_parallel)))
+        return StepToPlan(step(bool(args.sequence_parallel)))
     with contextlib.suppress(ValueError):  # the model does not take it
-        return Found(step(True)._replace(otherwise=lambda: step(False)))
-    return Found(step(False))
+        return StepToPlan(step(True)._replace(otherwise=lambda: step(False)))
+    return StepToPlan(step(False))
 
 
-def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = None) -> Found:
+def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = None) -> StepToPlan:
     """Return the step of a script that gets this mesh where it makes one. `ranks`: where no mesh is given."""
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
@@ -342,7 +342,7 @@ def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = 
     found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
     chosen = found.options
     step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"], chosen["again"])
-    return Found(step, chosen["mesh"], chosen["precision"])
+    return StepToPlan(step, chosen["mesh"], chosen["precision"])
 
 
 def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:

@@ -35,7 +35,7 @@ from .planning.profile import Profile, profiled
 from .runtime.agreed_captures import AgreedStep, AgreedSteps, Reading, first_change
 from .runtime.backend import Backend, backend_of
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
-from .runtime.captured_step import Call, Entry
+from .runtime.captured_step import CapturedStep, StepCall
 from .runtime.equal_batches import compare_batches
 from .runtime.errors import explain
 from .runtime.executor import Executor
@@ -132,7 +132,7 @@ class _Captured(NamedTuple):
 
 
 _Make = Callable[[], tuple[_Captured, str]]
-_Made = tuple[Entry, Sequence[Tensor]]  # what will run, and what it closes over
+_Made = tuple[CapturedStep, Sequence[Tensor]]  # what will run, and what it closes over
 
 
 class CompiledStep:
@@ -156,7 +156,7 @@ class CompiledStep:
         return f"<compiled {self.__name__}: {told}>"
 
     @property
-    def _entries(self) -> dict[Any, Entry]:
+    def _entries(self) -> dict[Any, CapturedStep]:
         """All captures, by (signature, number among the signature's captures)."""
         return {(key, k): x for key, captures in self._captures.items() for k, x in enumerate(captures.entries)}
 
@@ -207,13 +207,13 @@ class CompiledStep:
         entry = self._planned(state, batch)
         return profiled(self, Plan(entry.program), entry, state, batch, machine)
 
-    def _planned(self, state: Any, batch: Any) -> Entry:
+    def _planned(self, state: Any, batch: Any) -> CapturedStep:
         """Return what will run, before it does. A dry run has come to the step then."""
         if (dry_run := current_dry_run()) is not None:
             dry_run.come_to(self._step, state, batch)
         return self._entry_for(state, batch).entry
 
-    def _entry_for(self, state: Any, batch: Any) -> Call:
+    def _entry_for(self, state: Any, batch: Any) -> StepCall:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""
         orders = tree.orders(state), tree.orders(batch)
         (state_leaves, state_def), (batch_leaves, batch_def) = (tree.flatten(x, is_sharded) for x in (state, batch))
@@ -250,7 +250,7 @@ class CompiledStep:
         self._last = captures
         if self._checks.due():
             captures.check(again if found else None)
-        return Call(entry, state_leaves, state_def, batch_leaves)
+        return StepCall(entry, state_leaves, state_def, batch_leaves)
 
     def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
         """Capture on this rank alone, to see whether the graph is another one by now."""
@@ -345,12 +345,12 @@ class CompiledStep:
         self.timings = {"capture": took.pop("capture"), "passes": took, "nodes": len(program.gm.graph.nodes)}
         self._log.report(program, captured.constants, time.perf_counter() - captured.began, donating, why)
         text = agreed_text(program, captured.inputs)
-        entry = Entry(program, donating, self._options.backend, text)
+        entry = CapturedStep(program, donating, self._options.backend, text)
         orders = orders_of(program)
         entry.step = AgreedStep(captured.inputs, text, captured.numbered.told(), first._replace(orders=orders))
         return (entry, captured.constants), text
 
-    def _run(self, call: Call, inputs: Inputs, batch: Any) -> list[Any]:
+    def _run(self, call: StepCall, inputs: Inputs, batch: Any) -> list[Any]:
         entry = call.entry
         try:
             with (
@@ -387,7 +387,7 @@ class CompiledStep:
             return contextlib.nullcontext()
         return repeatable([x.device for x in state_leaves if isinstance(x, Tensor) or is_sharded(x)])
 
-    def _recover(self, entry: Entry) -> None:
+    def _recover(self, entry: CapturedStep) -> None:
         """Clean up the transfers and jobs that a failed step has left."""
         pending().forget()
         meetings().forget()

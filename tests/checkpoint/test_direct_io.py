@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerofn.checkpoint import direct_io
-from zerofn.checkpoint.direct_io import PIECE, Reader, Writer
+from zerofn.checkpoint.direct_io import PIECE, ReadAhead, Writer
 from zerofn.util.sizes import PAGE
 
 
@@ -96,7 +96,7 @@ def test_what_is_read(tmp_path, how):
     data = random.Random(0).randbytes(7 * PIECE + 123)
     (tmp_path / "a").write_bytes(data)
     blocks = [(tmp_path / "a", k, min(100_001, len(data) - k)) for k in range(17, len(data), 100_001)]
-    reader = Reader()
+    reader = ReadAhead()
     for order in (range(len(blocks)), range(0, len(blocks), 3), reversed(range(len(blocks)))):
         for k in order:
             found = reader.read(blocks[k], iter(blocks[k + 1 :]), lambda x: None)
@@ -111,7 +111,7 @@ def test_reads_are_ahead_and_take_little_memory(tmp_path, monkeypatch):
     blocks = [(tmp_path / "a", k * PIECE, PIECE) for k in range(40)]
     started = []
     monkeypatch.setattr(direct_io, "_buffers", lambda k, n, f=direct_io._buffers: started.append(k * n) or f(k, n))
-    reader = Reader()
+    reader = ReadAhead()
     for k, block in enumerate(blocks):
         reader.read(block, iter(blocks[k + 1 :]), lambda x: None)
     reader.close()
@@ -120,7 +120,7 @@ def test_reads_are_ahead_and_take_little_memory(tmp_path, monkeypatch):
 
 def test_a_block_that_is_wrong_is_not_kept(tmp_path):
     (tmp_path / "a").write_bytes(bytes(100))
-    reader, asked = Reader(), []
+    reader, asked = ReadAhead(), []
 
     def check(found):
         asked.append(len(found))
@@ -160,7 +160,7 @@ def test_a_limit_of_the_system(tmp_path):
 def test_no_descriptor_and_no_thread_is_left(tmp_path):
     num_open, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     write(tmp_path / "a", bytes(PAGE), drawn([PIECE * 3]))
-    reader = Reader()
+    reader = ReadAhead()
     reader.read((tmp_path / "a", 0, 10), iter(()), lambda x: None)
     reader.close()
     assert len(os.listdir("/proc/self/fd")) == num_open and threading.active_count() == threads

@@ -35,7 +35,10 @@ def die_at(point: str) -> None:
         replace = os.replace
         folder.os.replace = lambda a, b: die() if str(b).endswith("manifest.json") else replace(a, b)
     elif point == "written":  # while rank 0 lets the manifest name what both have written
-        real, saving.write_all = saving.write_all, lambda *args: (real(*args), setattr(saving.Job, "on_rank_0", die))[0]
+        real, saving.write_all = (
+            saving.write_all,
+            lambda *args: (real(*args), setattr(saving.OneSave, "on_rank_0", die))[0],
+        )
     elif point == "clean up":
         saving._remove = lambda files: len(list(files)) and die()
 

@@ -192,16 +192,16 @@ def test_a_sign_of_life_is_read_while_it_is_written(anywhere):
 
 def test_the_older_job_is_told(anywhere):
     zerofn.save(anywhere, train_state(7))
-    saved = dict(the(owner.Job).saved)
+    saved = dict(the(owner.ThisProcess).saved)
     zerofn.save(anywhere, train_state(8))
-    the(owner.Job).saved.update(saved)
-    name = the(owner.Job).name
-    the(owner.Job).name = "another"
+    the(owner.ThisProcess).saved.update(saved)
+    name = the(owner.ThisProcess).name
+    the(owner.ThisProcess).name = "another"
     try:
         with pytest.raises(CheckpointError, match="since then another job"):
             zerofn.save(anywhere, train_state(9))
     finally:
-        the(owner.Job).name = name
+        the(owner.ThisProcess).name = name
     is_there(anywhere, 8)
 
 

@@ -100,7 +100,7 @@ def test_the_older_job_is_told(tmp_path):
     path = tmp_path / "a"
     zerofn.save(path, train_state(7))
     zerofn.save(path, train_state(8))
-    with instead(owner.Job()):  # a restart, say
+    with instead(owner.ThisProcess()):  # a restart, say
         zerofn.save(path, train_state(9))
         zerofn.save(path, train_state(10))
     with pytest.raises(CheckpointError, match="since then another job .* has saved there"):
@@ -119,7 +119,7 @@ def test_many_saves_of_two_jobs(tmp_path, other):
         except CheckpointError as error:
             assert "since then another job" in str(error)
             told += 1
-            the(owner.Job).saved.clear()  # as a job that is started again
+            the(owner.ThisProcess).saved.clear()  # as a job that is started again
         assert folder.is_complete(path)
     theirs = process.communicate(timeout=30)[1]
     assert process.returncode == 0 or "since then another job" in theirs, theirs

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from zerofn.checkpoint import file_sources, tensor_file
-from zerofn.checkpoint.tensor_file import DTYPES, Entry, TensorFile, mark_of, write_file
+from zerofn.checkpoint.tensor_file import DTYPES, TensorFile, TensorToWrite, mark_of, write_file
 from zerofn.util.errors import CheckpointError
 
 
@@ -27,7 +27,7 @@ def small_blocks(monkeypatch):
 
 
 def write(path, values, save="0123456789ab"):
-    return write_file(path, [Entry.of(name, x) for name, x in values.items()], save=save)[0]
+    return write_file(path, [TensorToWrite.of(name, x) for name, x in values.items()], save=save)[0]
 
 
 @pytest.mark.parametrize("save", ["0123456789ab", None])

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zerofn.graph.segments import FINER, STEP, Span, _bytes, _least, joined
+from zerofn.graph.segments import FINER, STEP, LiveRange, _bytes, _least, joined
 
 
 def starts_of(numbers):
@@ -38,7 +38,7 @@ def test_the_least_of_all_ways(seed):
     for k in range(draw.randint(count, 20)):
         made = draw.randrange(count)
         # All of other sizes: a span is told from the others by its bytes.
-        spans.append(Span(made, draw.randint(made, count - 1), 100 * k + draw.randint(1, 99), draw.random() < 0.7))
+        spans.append(LiveRange(made, draw.randint(made, count - 1), 100 * k + draw.randint(1, 99), draw.random() < 0.7))
     crossing, inner = (x.cumsum(1) for x in _bytes(spans, count))
     last = int(inner[-1, 0])
     for largest in (int(inner[:-1, 0].max(initial=0)), 1500, 4000, 100_000):
@@ -57,15 +57,19 @@ def test_the_least_of_all_ways(seed):
 
 @pytest.mark.parametrize("num_layers", [1, 4, 24])
 def test_layers_stay_apart(num_layers):
-    spans = [x for k in range(num_layers) for x in (Span(k, k, 15, True), Span(k, min(k + 1, num_layers - 1), 1, True))]
+    spans = [
+        x
+        for k in range(num_layers)
+        for x in (LiveRange(k, k, 15, True), LiveRange(k, min(k + 1, num_layers - 1), 1, True))
+    ]
     assert joined(spans, num_layers) == list(range(num_layers))
 
 
 @pytest.mark.parametrize("many", [0, 1, 60])
 def test_what_all_layers_use_joins_none(many):
     """Such as what relative positions add, however much that is beside what goes from layer to layer."""
-    spans = [Span(1, 11, many, True), Span(0, 11, many, True)]
-    spans += [x for k in range(12) for x in (Span(k, k, 15, True), Span(k, min(k + 1, 11), 1, True))]
+    spans = [LiveRange(1, 11, many, True), LiveRange(0, 11, many, True)]
+    spans += [x for k in range(12) for x in (LiveRange(k, k, 15, True), LiveRange(k, min(k + 1, 11), 1, True))]
     assert joined(spans, 12) == list(range(12))
 
 
@@ -75,10 +79,15 @@ def of_matrices(num_layers):
     spans = []
     for layer in range(num_layers):
         qkv, out, up, down = range(4 * layer, 4 * layer + 4)
-        spans += [Span(qkv, qkv, 1, True), Span(qkv, out, 3, True), Span(out, out, 1, True), Span(out, down, 1, True)]
-        spans += [Span(up, up, 1, True), Span(up, down, 4, True), Span(down, down, 4, True)]
+        spans += [
+            LiveRange(qkv, qkv, 1, True),
+            LiveRange(qkv, out, 3, True),
+            LiveRange(out, out, 1, True),
+            LiveRange(out, down, 1, True),
+        ]
+        spans += [LiveRange(up, up, 1, True), LiveRange(up, down, 4, True), LiveRange(down, down, 4, True)]
         if layer + 1 < num_layers:
-            spans.append(Span(down, down + 2, 1, True))
+            spans.append(LiveRange(down, down + 2, 1, True))
     return spans
 
 
@@ -91,7 +100,7 @@ def test_matrices_of_a_layer_are_joined():
 def test_no_larger_than_they_have_to_be():
     """Larger ones only where memory is saved that is worth it."""
     count = 240
-    spans = [x for k in range(count) for x in (Span(k, k, 15, True), Span(k, min(k + 1, count - 1), 1, True))]
+    spans = [x for k in range(count) for x in (LiveRange(k, k, 15, True), LiveRange(k, min(k + 1, count - 1), 1, True))]
     found = starts_of(joined(spans, count))
     totals = {size: len(range(size, count, size)) + 15 * size for size in range(1, 10)}
     between, inside = taken(spans, found, count)
@@ -100,5 +109,5 @@ def test_no_larger_than_they_have_to_be():
 
 def test_nothing_and_one():
     assert joined([], 1) == [0]
-    assert joined([Span(0, 0, 5, True)], 1) == [0]
+    assert joined([LiveRange(0, 0, 5, True)], 1) == [0]
     assert len(joined([], 5)) == 5

@@ -5,14 +5,14 @@ import torch
 
 import zerofn
 from zerofn import optim
-from zerofn.interop.deepspeed_file import Block
+from zerofn.interop.deepspeed_file import Section
 from zerofn.interop.deepspeed_optimizers import optimizer_of
 
 STEPS = 6
 
 
 def of(kind, moments=None, **params):
-    return optimizer_of(Block({"optimizer": {"type": kind, "params": params}}, ""), moments)[0]
+    return optimizer_of(Section({"optimizer": {"type": kind, "params": params}}, ""), moments)[0]
 
 
 def trained(tx):

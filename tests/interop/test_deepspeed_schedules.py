@@ -4,12 +4,12 @@ import math
 
 import pytest
 
-from zerofn.interop.deepspeed_file import Block
+from zerofn.interop.deepspeed_file import Section
 from zerofn.interop.deepspeed_schedules import schedule_of
 
 
 def of(kind, lr=0.5, **params):
-    return schedule_of(Block({"type": kind, "params": params}, "scheduler"), lr)
+    return schedule_of(Section({"type": kind, "params": params}, "scheduler"), lr)
 
 
 def cosine(i, total, low, steps, end, kind):
@@ -73,7 +73,7 @@ def test_range_test(stairs):
 
 
 def test_without_a_schedule_the_rate_is_the_optimizers():
-    assert schedule_of(Block({}, "scheduler"), 0.5) == 0.5
+    assert schedule_of(Section({}, "scheduler"), 0.5) == 0.5
     assert of("WarmupLR", warmup_num_steps=10)(100) == 0.5
 
 

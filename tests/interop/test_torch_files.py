@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerofn
-from zerofn.interop.torch_files import Count, Each, Flat, Named, Numbered, check_file, check_size, check_values
+from zerofn.interop.torch_files import Count, Each, FlatTensor, Named, Numbered, check_file, check_size, check_values
 
 
 def saved(value) -> bytes:
@@ -61,7 +61,7 @@ def test_what_is_no_file_is_not_opened(tmp_path):
             check_file(tmp_path / name, "load")
 
 
-SHAPE = {"steps": Count, "names?": Each(str), "values?": Named(torch.Tensor), "state?": Numbered({"mu?": Flat})}
+SHAPE = {"steps": Count, "names?": Each(str), "values?": Named(torch.Tensor), "state?": Numbered({"mu?": FlatTensor})}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from benchmarks.common.processes import free_port
-from zerofn.job.environment import Launch, first_host, launch_of
+from zerofn.job.environment import PlaceInJob, first_host, launch_of
 
 HERE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -35,7 +35,7 @@ SRUN = {
 )
 def test_each_launcher_is_known(environ, expected):
     found = launch_of(environ)
-    assert found == Launch(*expected, ("10.0.0.1", 29500))
+    assert found == PlaceInJob(*expected, ("10.0.0.1", 29500))
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ def at_the_end_of_a_step():
         as_if_for_ever(patch)
         state, step = state_of(build(2), 3), zerofn.compile(train_step_of(build(2)))
         state, _ = step(state, batch_of(dist.get_rank()))
-        the(watch.Watch).failure = "rank 1: it broke"
+        the(watch.FailureWatch).failure = "rank 1: it broke"
         with pytest.raises(RuntimeError, match="another rank failed. rank 1: it broke"):
             step(state, batch_of(dist.get_rank()))
-        the(watch.Watch).failure = None
+        the(watch.FailureWatch).failure = None
         return True
 
 

@@ -30,7 +30,7 @@ from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.resident import resident
 from zerofn.memory import arena as arenas
 from zerofn.memory.arena import Arenas
-from zerofn.passes._packing import Span, pack
+from zerofn.passes._packing import Lifetime, pack
 from zerofn.passes.assign_buffers import MORE, assign_buffers
 from zerofn.util.process import the
 
@@ -303,7 +303,7 @@ def test_packing_keeps_apart_what_is_there_at_one_time():
     node = Graph().placeholder("x")
     for _ in range(200):
         spans = [
-            Span(node, start, start + random.randrange(8), random.randrange(1, 9) * 512)
+            Lifetime(node, start, start + random.randrange(8), random.randrange(1, 9) * 512)
             for start in (random.randrange(40) for _ in range(20))
         ]
         places, nbytes = pack(spans)

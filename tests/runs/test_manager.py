@@ -180,7 +180,7 @@ def test_all_are_damaged_or_of_another_model(tmp_path, caplog):
 
 def test_another_job_in_the_folder(tmp_path):
     first = losses(tmp_path, [1.0])
-    with instead(owner.Job()):
+    with instead(owner.ThisProcess()):
         second = losses(tmp_path, [1.0, 2.0])
     with pytest.raises(CheckpointError, match=r"step-00000002 was saved by another job .*each run needs a folder"):
         first.save({"w": torch.ones(3)})

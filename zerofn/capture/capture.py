@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Proxy
 
 from .. import tree
 from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
-from ..graph.program import Flat, Program, cached
+from ..graph.program import FlatTree, Program, cached
 from ..graph.source_lines import Lines, line_behind, readable, where
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
@@ -28,7 +28,7 @@ from ..util.user_line import at_line
 from .advice import instead, note_dtypes
 from .as_written import as_written
 from .assigned_data import OuterAssignment, assigned_data
-from .changing_constants import Moved, unmoved
+from .changing_constants import ChangingConstant, unmoved
 from .known_values import answer, values_looked_at
 from .model_settings import settings_behind
 from .other_model import same_model
@@ -48,8 +48,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
     Raises `CaptureError` for a step that branches on data, draws from Python's or NumPy's generators, or returns a
     state of another structure or with entries of other types.
     """
-    state_flat, state_tensors = Flat.of(state)
-    batch_flat, batch_tensors = Flat.of(batch)
+    state_flat, state_tensors = FlatTree.of(state)
+    batch_flat, batch_tensors = FlatTree.of(batch)
     copies = cached(state)
     spans, flat_copies = _spans(copies)
     outputs: dict[str, Any] = {}
@@ -70,7 +70,7 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         try:
             with Lines() if traces else contextlib.nullcontext(), unmoved(traces), autocast_cache(casts_once):
                 out = step(fake_state, fake_batch)
-        except Moved as error:
+        except ChangingConstant as error:
             raise CaptureError(str(error)).with_traceback(error.__traceback__ if error.here else None) from None
         except OuterAssignment as error:
             raise CaptureError(str(error)).with_traceback(error.__traceback__) from None
@@ -81,8 +81,8 @@ def capture(step: Callable[[Any, Any], Any], state: Any, batch: Any, *, traces: 
         if new_state is not None:
             new_state = _numbers_as_tensors(new_state, fake_state)
             _check_shards(state_flat, new_state)
-            outputs["state"], new = Flat.of(state_flat.encode(new_state, stored_state, decoded))
-        outputs["aux"], rest = Flat.of(aux)
+            outputs["state"], new = FlatTree.of(state_flat.encode(new_state, stored_state, decoded))
+        outputs["aux"], rest = FlatTree.of(aux)
         outputs["num_new"] = len(new)
         return [x.detach() for x in (*new, *rest)]
 
@@ -272,7 +272,7 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
     return tree.unflatten(treedef, out)
 
 
-def _check_shards(flat: Flat, new: Any) -> None:
+def _check_shards(flat: FlatTree, new: Any) -> None:
     """Raise for a shard that comes back with another dtype or size: it could not replace the old one."""
     nodes, treedef = tree.flatten(new, is_leaf=is_sharded)
     for name, cut, x in zip(tree.field_names(treedef), flat.nodes, nodes, strict=True):

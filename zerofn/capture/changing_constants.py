@@ -33,7 +33,7 @@ _WAYS_OUT = "outside the step and pass it in the batch as a tensor"
 _UNDER = ", in a step of your own under zerofn.random.randomness(state.rng_at())"
 
 
-class Moved(RuntimeError):
+class ChangingConstant(RuntimeError):
     """The step took a value that the next call would not take. The message says what from, and what to write.
 
     `here`: whether it was raised where the step took the value, or once the step was over.
@@ -68,8 +68,8 @@ def watching(found: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def unmoved(traces: bool = False) -> Iterator[None]:
-    """Raise `Moved` if the code inside has moved a global generator or an object that is watched. With `traces`, name
-    the line. Generators are set back.
+    """Raise `ChangingConstant` if the code inside has moved a global generator or an object that is watched. With
+    `traces`, name the line. Generators are set back.
     """
     watched = {**_GLOBAL, **the(_Watched).found}
     before = {name: position_of(x) for name, x in watched.items()}
@@ -84,7 +84,7 @@ def unmoved(traces: bool = False) -> Iterator[None]:
             yield
         name = moved()
         if name is not None:
-            raise Moved(_message(name, watched[name], *lines))
+            raise ChangingConstant(_message(name, watched[name], *lines))
     finally:
         for put in back:
             put()
@@ -151,7 +151,7 @@ def _refused(name: str) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         def refuses(*args: Any, **kwargs: Any) -> Any:
             if _asked_by_user(sys._getframe(1)):
-                error = Moved(
+                error = ChangingConstant(
                     f"the step calls {name}: its value would be a constant of the captured step. Call it {_WAYS_OUT}, "
                     f"or draw with torch{_UNDER}."
                 )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._torch_compat import TENSOR_TEXT, FakeTensor, data_dependent_errors
 from ..util.patches import Patches, Replacement
-from ..util.user_line import OURS, Line, frames, is_users, library_prefixes
+from ..util.user_line import OURS, CodeLine, frames, is_users, library_prefixes
 
 log = logging.getLogger("zerofn")
 
@@ -39,7 +39,7 @@ _PURE = {"abs", "float", "int", "round", "min", "max", *vars(math)}
 class _Told:
     """The lines that were told, so that each is told once: a step may be captured several times."""
 
-    _lines: ClassVar[set[Line]] = set()
+    _lines: ClassVar[set[CodeLine]] = set()
 
     def tell(self, what: str, frame: FrameType | None) -> bool:
         """Warn of the user's line that makes text, unless it is torch or ZeroFn itself that does so; return whether

@@ -19,7 +19,7 @@ from ..memory.host_allocator import zeros
 from ..util.errors import CheckpointError
 from ..util.process import the
 from ..util.sizes import pages
-from .tensor_file import Entry
+from .tensor_file import TensorToWrite
 
 log = logging.getLogger("zerofn")
 
@@ -116,20 +116,20 @@ class Snapshot:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def of(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
+    def of(self, entries: list[TensorToWrite]) -> Callable[[], list[TensorToWrite]]:
         """Return what gives the same entries with the values that they have now, or raises what the copying did."""
         try:
             copies = self._copies(entries)
         except Exception as error:
             failed = error  # told by the thread, to which the other ranks listen
 
-            def fail() -> list[Entry]:
+            def fail() -> list[TensorToWrite]:
                 raise failed
 
             return fail
         return lambda: copies
 
-    def _copies(self, entries: list[Entry]) -> list[Entry]:
+    def _copies(self, entries: list[TensorToWrite]) -> list[TensorToWrite]:
         sizes = [pages(entry.nbytes) for entry in entries]  # what begins at a page is written from there
         if sum(sizes) > self._memory.numel():
             self._memory = torch.empty(0, dtype=torch.uint8)
@@ -141,9 +141,9 @@ class Snapshot:
         return copies
 
 
-def _copied(entry: Entry, memory: Tensor) -> Entry:
+def _copied(entry: TensorToWrite, memory: Tensor) -> TensorToWrite:
     flat, step = memory.view(entry.dtype), max(1, _CHUNK // entry.dtype.itemsize)
     for start in range(0, entry.numel, step):
         stop = min(start + step, entry.numel)
         flat[start:stop].copy_(entry.read(start, stop))
-    return Entry(entry.name, entry.dtype, entry.shape, lambda a, b: flat[a:b])
+    return TensorToWrite(entry.name, entry.dtype, entry.shape, lambda a, b: flat[a:b])

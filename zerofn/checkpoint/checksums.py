@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..util.errors import CheckpointError
 from .locations import text_of
-from .tensor_file import MALFORMED, Written
+from .tensor_file import MALFORMED, FileIdentity
 
 FORMAT = "zerofn-crc32"
 SUFFIX = ".crc32.json"
@@ -22,13 +22,13 @@ def checksums_of(path: Path) -> Path:
     return path.with_name(path.name + SUFFIX)
 
 
-def checksums_text(written: Written, blocks: dict[str, str]) -> str:
+def checksums_text(written: FileIdentity, blocks: dict[str, str]) -> str:
     """The contents of that file: `blocks` has the CRC-32 of every MiB of every tensor."""
     data = {"format": FORMAT, "nbytes": written.nbytes, "header": written.header, "blocks": blocks}
     return json.dumps(data, indent=1) + "\n"
 
 
-def read_checksums(path: Path, fix: str) -> tuple[Written | None, str, dict[str, str] | None]:
+def read_checksums(path: Path, fix: str) -> tuple[FileIdentity | None, str, dict[str, str] | None]:
     """Return (what identifies the file, `fix`, the CRC-32s of its blocks); None where nothing lies beside it."""
     beside = checksums_of(path)
     if not beside.is_file():
@@ -37,6 +37,6 @@ def read_checksums(path: Path, fix: str) -> tuple[Written | None, str, dict[str,
         data = json.loads(text_of(beside))
         if data["format"] != FORMAT or not all(isinstance(x, str) for x in data["blocks"].values()):
             raise ValueError(data["format"])
-        return Written(int(data["nbytes"]), str(data["header"])), fix, dict(data["blocks"])
+        return FileIdentity(int(data["nbytes"]), str(data["header"])), fix, dict(data["blocks"])
     except MALFORMED as error:
         raise CheckpointError(f"{beside} is damaged: it holds no checksums of {path.name}. {fix}") from error

@@ -159,7 +159,7 @@ def _depth(path: Path) -> int:
     return REMOTE_DEPTH if is_remote(path) else DEPTH
 
 
-class Reader:
+class ReadAhead:
     """Blocks of files, read ahead: those that follow the one that is asked for are on their way."""
 
     def __init__(self) -> None:

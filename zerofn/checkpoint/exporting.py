@@ -22,8 +22,8 @@ from .checksums import SUFFIX, checksums_of, checksums_text
 from .file_sources import Checkpoint
 from .folder import MANIFEST, flush
 from .locations import check_answers, is_remote, located
-from .named_leaves import LeafInfo, missing_leaf
-from .tensor_file import Entry, write_file
+from .named_leaves import NamedLeaf, missing_leaf
+from .tensor_file import TensorToWrite, write_file
 
 WHAT = "zerofn.export"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def export(
         checkpoint.close()
 
 
-def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, LeafInfo]:
+def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, NamedLeaf]:
     """Return the leaves to write, by their names in the file."""
     chosen = "params." if part is None else part + "." if part else ""
     found = {n.removeprefix(chosen): leaf for n, leaf in checkpoint.leaves.items() if n.startswith(chosen)}
@@ -96,16 +96,16 @@ def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, LeafInfo]:
 
 def _entries(
     checkpoint: Checkpoint,
-    leaves: dict[str, LeafInfo],
+    leaves: dict[str, NamedLeaf],
     dtype: torch.dtype | None,
     rename: Callable[[str], str | None] | None,
-) -> list[Entry]:
+) -> list[TensorToWrite]:
     def read(saved: str, kind: torch.dtype, a: int, b: int) -> Tensor:
         flat = torch.empty(b - a, dtype=kind)
         checkpoint.read(saved, a, flat)
         return flat
 
-    out: dict[str, Entry] = {}
+    out: dict[str, TensorToWrite] = {}
     for name, leaf in leaves.items():
         new = name if rename is None else rename(name)
         if new is None:
@@ -113,13 +113,13 @@ def _entries(
         if new in out:
             raise ValueError(f"{WHAT}: rename gives two leaves the name {new!r}; names must tell leaves apart.")
         kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
-        out[new] = Entry(new, kind, leaf.shape, partial(read, leaf.name, kind))
+        out[new] = TensorToWrite(new, kind, leaf.shape, partial(read, leaf.name, kind))
     return list(out.values())
 
 
-def _split(entries: list[Entry], limit: int | None) -> list[list[Entry]]:
+def _split(entries: list[TensorToWrite], limit: int | None) -> list[list[TensorToWrite]]:
     """Group entries, in order, into at most `limit` bytes; a larger entry is alone."""
-    groups: list[list[Entry]] = [[]]
+    groups: list[list[TensorToWrite]] = [[]]
     size = 0
     for e in entries:
         if groups[-1] and limit is not None and size + e.nbytes > limit:
@@ -130,7 +130,7 @@ def _split(entries: list[Entry], limit: int | None) -> list[list[Entry]]:
     return groups
 
 
-def _write_folder(folder: Path, groups: list[list[Entry]]) -> list[Path]:
+def _write_folder(folder: Path, groups: list[list[TensorToWrite]]) -> list[Path]:
     """Readers find the old weights, the new ones or none, but never files of both: an index is the last to come."""
     single = len(groups) == 1
     names = [SINGLE] if single else [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
@@ -174,7 +174,7 @@ class _Fresh:
             if isinstance(error, OSError):
                 raise CheckpointError(f"{WHAT}: {target} could not be written: {error.strerror}.") from error
 
-    def weights(self, target: Path, entries: list[Entry]) -> None:
+    def weights(self, target: Path, entries: list[TensorToWrite]) -> None:
         """Write weights, and the checksums that lie beside them."""
         fresh = self._fresh(target)
         checksums = checksums_text(*write_file(fresh, entries, save=None))

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..geometry.overlaps import Region
 from ..util.errors import CheckpointError
 from .checksums import read_checksums
-from .direct_io import Reader
+from .direct_io import ReadAhead
 from .folder import MANIFEST, find
 from .locations import fetch, text_of
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .named_leaves import LeafInfo
-from .tensor_file import MALFORMED, TensorFile, Written
+from .named_leaves import NamedLeaf
+from .tensor_file import MALFORMED, FileIdentity, TensorFile
 from .tensor_source import Read, Source
 
 MAX_OPEN = 256  # files; systems allow 1,024 and more
@@ -30,10 +30,10 @@ class _Files:
     `in_turn`: several files are read in turn, and each is read ahead. Else one is, which memory is for.
     """
 
-    def __init__(self, folder: Path, expected: dict[str, Written] | None, fix: str, in_turn: bool = False) -> None:
+    def __init__(self, folder: Path, expected: dict[str, FileIdentity] | None, fix: str, in_turn: bool = False) -> None:
         self.folder, self._expected, self._fix = folder, expected, fix  # expected: None for files of others
         self._files: dict[str, TensorFile] = {}
-        self._reader = None if in_turn else Reader()
+        self._reader = None if in_turn else ReadAhead()
         self._asked: set[str] = set()  # since all were closed
 
     def __getitem__(self, name: str) -> TensorFile:
@@ -70,7 +70,7 @@ class Checkpoint(Source):
         self.manifest: Manifest = read_manifest(self.folder)
         fix = "Load another checkpoint, or copy this one again."
         self._files = _Files(self.folder, self.manifest.files, fix, any(t.packed for t in self.manifest.trees))
-        self._where: dict[str, list[tuple[SavedTree | SavedLeaf, LeafInfo]]] = {
+        self._where: dict[str, list[tuple[SavedTree | SavedLeaf, NamedLeaf]]] = {
             r.leaf.name: [(r, r.leaf)] for r in self.manifest.replicated
         }
         for t in self.manifest.trees:
@@ -103,7 +103,7 @@ class Checkpoint(Source):
         file.check(place.tensor, place.leaf.dtype, place.leaf.numel)
         file.read(place.tensor, start, into)
 
-    def _sharded(self, tree: SavedTree, leaf: LeafInfo, start: int, into: Tensor) -> None:
+    def _sharded(self, tree: SavedTree, leaf: NamedLeaf, start: int, into: Tensor) -> None:
         unit = tree.units[leaf.unit]
         size, stop = unit.size // tree.num_shards, start + into.numel()
         for p in range((leaf.offset + start) // size, -(-(leaf.offset + stop) // size)):
@@ -141,7 +141,7 @@ class Weights(Source):
         folder, names = _weight_files(path)
         self._files = _Files(folder, None, "Copy or download it again.")
         self._where: dict[str, tuple[str, str]] = {}
-        self.leaves: dict[str, LeafInfo] = {}
+        self.leaves: dict[str, NamedLeaf] = {}
         for file in names:
             try:
                 tensors = self._files[file].names
@@ -162,7 +162,7 @@ class Weights(Source):
                     )
                 self._where[name] = (file, tensor)
                 opened = self._files[file]
-                self.leaves[name] = LeafInfo(name, opened.shape(tensor), opened.dtype(tensor))
+                self.leaves[name] = NamedLeaf(name, opened.shape(tensor), opened.dtype(tensor))
 
     def places(self, name: str) -> Iterable[tuple[Region, Read]]:
         """Yield the slices in which a leaf lies, and what reads each of them."""

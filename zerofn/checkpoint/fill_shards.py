@@ -17,7 +17,7 @@ from ..offload.disk import Store
 from ..sharding.allocate import allocate, scratch_for, settle
 from ..sharding.sharded import Sharded, is_sharded
 from ..util.errors import CheckpointError
-from .named_leaves import LeafInfo, Part, join, leaves_of, storages_of
+from .named_leaves import NamedLeaf, StatePart, join, leaves_of, storages_of
 from .tensor_source import Source
 
 log = logging.getLogger("zerofn")
@@ -29,7 +29,7 @@ class Filling:
     read into the memory of those that are there.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[StatePart]
     absent: frozenset[str] = frozenset()
     donated: bool = False
 
@@ -59,11 +59,11 @@ class Filling:
                 seen |= memory
         return found
 
-    def _wanted(self) -> Iterator[LeafInfo]:
+    def _wanted(self) -> Iterator[NamedLeaf]:
         for part in self.parts:
             yield from (leaf for leaf in leaves_of(part) if leaf.name not in self.absent)
 
-    def _sharded(self, part: Part, source: Source, scratch: Store | None, reused: bool) -> Sharded:
+    def _sharded(self, part: StatePart, source: Source, scratch: Store | None, reused: bool) -> Sharded:
         like: Sharded = part.value
         fresh = Sharded(like.spec, like.stored, like.full) if reused else _allocate_like(part, scratch)
         spec = like.spec
@@ -85,7 +85,7 @@ class Filling:
             fresh.stored[i].save(held)
         return fresh
 
-    def _leaf(self, part: Part, source: Source) -> Any:
+    def _leaf(self, part: StatePart, source: Source) -> Any:
         x = part.value
         if part.name in self.absent:
             return x.detach().clone() if isinstance(x, Tensor) else x
@@ -106,7 +106,7 @@ def settle_all(values: Sequence[Any]) -> None:
             settle(x)
 
 
-def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
+def _allocate_like(part: StatePart, scratch: Store | None) -> Sharded:
     like: Sharded = part.value
     spec = like.spec
     if like.lost is None:
@@ -121,7 +121,7 @@ def _allocate_like(part: Part, scratch: Store | None) -> Sharded:
     )
 
 
-def _check(wanted: list[LeafInfo], leaves: Mapping[str, LeafInfo], where: str) -> None:
+def _check(wanted: list[NamedLeaf], leaves: Mapping[str, NamedLeaf], where: str) -> None:
     """Shapes and dtypes; one log line if any leaf is cast."""
     cast = []
     for leaf in wanted:

@@ -18,7 +18,7 @@ from ..job.agreement import rank_and_size
 from ..util.errors import CheckpointError
 from . import as_json
 from .manifest import Manifest, read_manifest
-from .tensor_file import MALFORMED, Entry, TensorFile
+from .tensor_file import MALFORMED, TensorFile, TensorToWrite
 
 log = logging.getLogger("zerofn")
 
@@ -46,11 +46,11 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest() if text else ""
 
 
-def entries(text: str, tensor: str, rank: int, digests: Sequence[str]) -> list[Entry]:
+def entries(text: str, tensor: str, rank: int, digests: Sequence[str]) -> list[TensorToWrite]:
     """Return what a rank writes to its file. `digests`: of every rank's text; `tensor`: the name."""
     if not text or (rank > 0 and digests[rank] == digests[0]):
         return []
-    return [Entry.of(tensor, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
+    return [TensorToWrite.of(tensor, torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))]
 
 
 def noted(tensor: str, digests: Sequence[str], file_of: Callable[[int], str]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from .fill_shards import Filling, settle_all
 from .folder import MANIFEST
 from .locations import check_answers, located
 from .manifest import digest_now
-from .named_leaves import Part, describe, leaves_of, missing_leaf, take_apart
+from .named_leaves import StatePart, describe, leaves_of, missing_leaf, take_apart
 from .tensor_source import Renamed, Source
 
 log = logging.getLogger("zerofn")
@@ -91,7 +91,7 @@ def _load(path: Path, like: Any, choice: _Choice, words: str) -> Any:
     return tree.unflatten(treedef, values)
 
 
-def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Part]) -> None:
+def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[StatePart]) -> None:
     """Raise `ValueError` on every rank unless all of them load the same path into the same layout."""
     found = first_difference(what, [f"path {str(path)}", *describe(parts)])
     if found is not None:
@@ -125,7 +125,7 @@ class _Choice:
 class _Reading:
     """One checkpoint, read on all ranks."""
 
-    def __init__(self, path: Path, parts: list[Part], choice: _Choice) -> None:
+    def __init__(self, path: Path, parts: list[StatePart], choice: _Choice) -> None:
         self._path, self._parts, self._choice = path, parts, choice
         self._begun = False  # whether values may have been written
 
@@ -190,7 +190,7 @@ def _unless_replaced(folder: Path, digest: str, work: Callable[[], T]) -> T:
         raise
 
 
-def _matched(checkpoint: Checkpoint, parts: list[Part], choice: _Choice) -> tuple[Source, Filling]:
+def _matched(checkpoint: Checkpoint, parts: list[StatePart], choice: _Choice) -> tuple[Source, Filling]:
     """Return from what to fill what. Raises `CheckpointError` unless names, shapes and dtypes agree."""
     source, where = choice.source(checkpoint), str(checkpoint.folder)
     filling = Filling(parts, _kept(source, parts, choice, where), choice.donate)
@@ -198,7 +198,7 @@ def _matched(checkpoint: Checkpoint, parts: list[Part], choice: _Choice) -> tupl
     return source, filling
 
 
-def _kept(source: Source, parts: list[Part], choice: _Choice, where: str) -> frozenset[str]:
+def _kept(source: Source, parts: list[StatePart], choice: _Choice, where: str) -> frozenset[str]:
     """Return the leaves of `like` that keep their values: those not chosen, and those of a loss scale that was not
     saved. Raises unless all other names agree.
     """
@@ -224,7 +224,7 @@ def _kept(source: Source, parts: list[Part], choice: _Choice, where: str) -> fro
     return absent | (frozenset(every) - frozenset(wanted))
 
 
-def _check_kept(parts: list[Part], choice: _Choice) -> None:
+def _check_kept(parts: list[StatePart], choice: _Choice) -> None:
     """Raise `ValueError` if a value that is to be kept was donated."""
     for part in parts:
         kept = [leaf.name for leaf in leaves_of(part) if not choice.takes(leaf.name)]

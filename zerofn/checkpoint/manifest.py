@@ -25,8 +25,8 @@ from ..util.errors import CheckpointError
 from .folder import MANIFEST
 from .json_fields import Field, as_number
 from .locations import text_of
-from .named_leaves import LeafInfo
-from .tensor_file import CODES, DTYPES, MALFORMED, Written, without_repeats
+from .named_leaves import NamedLeaf
+from .tensor_file import CODES, DTYPES, MALFORMED, FileIdentity, without_repeats
 
 FORMAT = "zerofn-checkpoint"
 VERSION = 4  # 1 called `num_shards` `num_pieces`; 2 had no checksum, and no `saved`; 3 had no slices of leaves
@@ -61,18 +61,18 @@ class SavedTree:
     num_shards: int
     files: tuple[str, ...]
     units: tuple[SavedUnit, ...]
-    leaves: tuple[LeafInfo, ...]
+    leaves: tuple[NamedLeaf, ...]
     packed: bool = False
 
     @cached_property
-    def by_unit(self) -> list[list[LeafInfo]]:
+    def by_unit(self) -> list[list[NamedLeaf]]:
         """The leaves of each unit, in the order in which they lie there."""
-        found: list[list[LeafInfo]] = [[] for _ in self.units]
+        found: list[list[NamedLeaf]] = [[] for _ in self.units]
         for leaf in self.leaves:
             found[leaf.unit].append(leaf)
         return found
 
-    def in_shard(self, unit: int, shard: int) -> Iterator[tuple[LeafInfo, int, int, int]]:
+    def in_shard(self, unit: int, shard: int) -> Iterator[tuple[NamedLeaf, int, int, int]]:
         """Yield (leaf, a, b, place): its elements [a, b) lie in this shard of its unit, from `place` on."""
         size = self.units[unit].size // self.num_shards
         start, stop, packed = shard * size, (shard + 1) * size, 0
@@ -93,7 +93,7 @@ class SavedTree:
 class SavedLeaf:
     """A replicated leaf: the tensor called `tensor` of `file`."""
 
-    leaf: LeafInfo
+    leaf: NamedLeaf
     file: str
     tensor: str
 
@@ -110,14 +110,14 @@ class Manifest:
     world_size: int
     trees: tuple[SavedTree, ...]
     replicated: tuple[SavedLeaf, ...]
-    files: dict[str, Written]
+    files: dict[str, FileIdentity]
     step: int | None = None
     versions: dict[str, str] = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
-    def leaves(self) -> Iterator[LeafInfo]:
+    def leaves(self) -> Iterator[NamedLeaf]:
         """All logical leaves, each once."""
         seen = set()
         for leaf in self._parts():
@@ -125,7 +125,7 @@ class Manifest:
                 seen.add(leaf.name)
                 yield leaf
 
-    def _parts(self) -> Iterator[LeafInfo]:
+    def _parts(self) -> Iterator[NamedLeaf]:
         for t in self.trees:
             yield from t.leaves
         for r in self.replicated:
@@ -190,7 +190,7 @@ def _checked(manifest: Manifest) -> Manifest:
         if r.file not in manifest.files:
             raise ValueError(f"{r.leaf.name!r} is in {r.file!r}, which is not among the files")
         _check_room(r.leaf.name, r.leaf.numel * r.leaf.dtype.itemsize, [r.file], manifest.files)
-    parts: dict[str, list[LeafInfo]] = {}
+    parts: dict[str, list[NamedLeaf]] = {}
     for leaf in manifest._parts():
         parts.setdefault(leaf.name, []).append(leaf)
     for name, slices in parts.items():
@@ -201,7 +201,7 @@ def _checked(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def _check_tree(x: SavedTree, files: Mapping[str, Written]) -> None:
+def _check_tree(x: SavedTree, files: Mapping[str, FileIdentity]) -> None:
     if x.num_shards != len(x.files) or not set(x.files) <= set(files):
         raise ValueError(f"{x.path!r} has {x.num_shards} shards in {len(x.files)} files")
     for unit in x.units:
@@ -222,14 +222,14 @@ def _check_tree(x: SavedTree, files: Mapping[str, Written]) -> None:
     _check_room(x.path, sum(n * u.dtype.itemsize for n, u in zip(sizes, x.units, strict=True)), x.files, files)
 
 
-def _check_room(what: str, nbytes: int, names: Iterable[str], files: Mapping[str, Written]) -> None:
+def _check_room(what: str, nbytes: int, names: Iterable[str], files: Mapping[str, FileIdentity]) -> None:
     """Raise `ValueError` for more bytes than files have: memory is taken for what is in files alone."""
     there = sum(files[name].nbytes for name in set(names))
     if nbytes > there:
         raise ValueError(f"{what!r} has {nbytes:,} bytes, and its files {there:,}")
 
 
-def _make_up(slices: Sequence[LeafInfo]) -> bool:
+def _make_up(slices: Sequence[NamedLeaf]) -> bool:
     """Return whether slices are of one leaf, and each of its elements is in one of them."""
     shape = slices[0].shape
     if len({(x.shape, x.dtype) for x in slices}) > 1 or sum(x.numel for x in slices) != math.prod(shape):
@@ -237,7 +237,7 @@ def _make_up(slices: Sequence[LeafInfo]) -> bool:
     return not any(_meet(a, b) for a, b in itertools.combinations([x for x in slices if x.numel], 2))
 
 
-def _meet(one: LeafInfo, other: LeafInfo) -> bool:
+def _meet(one: NamedLeaf, other: NamedLeaf) -> bool:
     """Return whether an element is in both of two slices: in intervals of both, along every dim that both cut."""
     mine, theirs = dict(one.region), dict(other.region)
     return all(
@@ -252,7 +252,7 @@ def _parse(data: Field, digest: str) -> Manifest:
         data["world_size"].count(1),
         tuple(map(_tree, data["trees"].each())),
         tuple(SavedLeaf(_leaf(r["leaf"]), r["file"].text(), r["tensor"].text()) for r in data["replicated"].each()),
-        {name: Written(w["nbytes"].count(), w["header"].text()) for name, w in data["files"].items()},
+        {name: FileIdentity(w["nbytes"].count(), w["header"].text()) for name, w in data["files"].items()},
         None if step.is_null() else step.count(),
         {name: version.text() for name, version in data["versions"].items()},
         _saved(data.get("saved", {})),
@@ -310,13 +310,13 @@ def _unit(u: Field) -> SavedUnit:
     )
 
 
-def _leaf(x: Field) -> LeafInfo:
+def _leaf(x: Field) -> NamedLeaf:
     shape = tuple(n.count() for n in x["shape"].each())
     region: Region = tuple(_cut(pair, shape) for pair in x.get("region", []).each())
     if len({dim for dim, _ in region}) < len(region):
         raise ValueError(f"{x['name'].text()!r} is cut twice along one dim")
     place = (x["unit"].count(-1), x["offset"].count(), x["optional"].flag(), region)
-    return LeafInfo(x["name"].text(), shape, x["dtype"].word(DTYPES), *place)
+    return NamedLeaf(x["name"].text(), shape, x["dtype"].word(DTYPES), *place)
 
 
 def _cut(pair: Field, shape: tuple[int, ...]) -> tuple[int, Intervals]:

@@ -22,7 +22,7 @@ from .tensor_file import CODES
 
 
 @dataclass(frozen=True)
-class Part:
+class StatePart:
     """A `Sharded` or a replicated leaf of a state. `optional`: it belongs to a loss scale, which a state may lack."""
 
     name: str
@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class LeafInfo:
+class NamedLeaf:
     """A logical leaf of `shape`. `unit` and `offset`: its place in a `Sharded`, or that of its slice `region`."""
 
     name: str
@@ -53,7 +53,7 @@ class LeafInfo:
         return math.prod(shape_in(self.shape, self.region))
 
 
-def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
+def take_apart(state: Any, what: str) -> tuple[list[StatePart], PyTreeSpec]:
     """Return the parts of a state in tree order, and the treedef that puts them together again.
 
     Raises `TypeError` for a leaf that a checkpoint cannot store, `ValueError` if two leaves have one name.
@@ -61,7 +61,7 @@ def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
     nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
     names = tree.field_names(treedef)
     scales = _loss_scales(state)
-    parts = [Part(n, x, n.startswith(scales)) for n, x in zip(names, nodes, strict=True)]
+    parts = [StatePart(n, x, n.startswith(scales)) for n, x in zip(names, nodes, strict=True)]
     seen: set[str] = set()
     for part in parts:
         _check_value(part, what)
@@ -75,18 +75,18 @@ def take_apart(state: Any, what: str) -> tuple[list[Part], PyTreeSpec]:
     return parts, treedef
 
 
-def leaves_of(part: Part) -> list[LeafInfo]:
+def leaves_of(part: StatePart) -> list[NamedLeaf]:
     """The logical leaves of a part, with the slices of them that this rank has."""
     if not is_sharded(part.value):
         dtype = part.value.dtype if isinstance(part.value, Tensor) else as_tensor(part.value).dtype
-        return [LeafInfo(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
+        return [NamedLeaf(part.name, tuple(getattr(part.value, "shape", ())), dtype, optional=part.optional)]
     layout, mesh = part.value.layout, part.value.spec.mesh
     names, storages = tree.field_names(layout.treedef), storages_of(part.value)
     found = []
     for i, unit in enumerate(layout.units):
         for leaf in unit.leaves:
             place = (storages[i].dtype, i, leaf.offset, part.optional, region_of(leaf.cuts, mesh))
-            found.append(LeafInfo(join(part.name, names[leaf.index]), leaf.whole, *place))
+            found.append(NamedLeaf(join(part.name, names[leaf.index]), leaf.whole, *place))
     return found
 
 
@@ -104,7 +104,7 @@ def join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def describe(parts: Iterable[Part]) -> list[str]:
+def describe(parts: Iterable[StatePart]) -> list[str]:
     """Describe what ranks must agree about before they save or load, one line each."""
     lines = []
     for part in parts:
@@ -141,7 +141,7 @@ def _loss_scales(state: Any) -> tuple[str, ...]:
     )
 
 
-def _check_value(part: Part, what: str) -> None:
+def _check_value(part: StatePart, what: str) -> None:
     x = part.value
     if isinstance(x, Sharded) or type(x) in (bool, int, float):
         return
@@ -157,7 +157,7 @@ def _check_value(part: Part, what: str) -> None:
         )
 
 
-def _check_dtype(leaf: LeafInfo, what: str) -> None:
+def _check_dtype(leaf: NamedLeaf, what: str) -> None:
     if leaf.dtype not in CODES:
         raise TypeError(
             f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot hold; "

@@ -32,7 +32,7 @@ PATIENCE = 120.0  # seconds to wait for another job's save
 _FIRST_WORD = 5.0
 
 
-class Job:
+class ThisProcess:
     """This process as others know it. `saved`: its newest save, by folder, in the order of these saves."""
 
     def __init__(self) -> None:
@@ -50,20 +50,20 @@ class Job:
 
 def note_save(path: Path, save: str) -> None:
     """Remember that this process has saved to `path`, and what."""
-    saved = the(Job).saved
+    saved = the(ThisProcess).saved
     saved.pop(path, None)
     saved[path] = save
 
 
 def saved_paths() -> list[Path]:
     """Return the paths that this process has saved to, the newest last: on rank 0, which ends every save."""
-    return list(the(Job).saved)
+    return list(the(ThisProcess).saved)
 
 
 def check_not_replaced(path: Path, found: dict[str, Any]) -> None:
     """Raise `CheckpointError` if another job has saved to `path` after this one did. `found`: what saved there last."""
-    mine = the(Job).saved.get(path)
-    if mine is not None and found and found.get("save") != mine and found.get("job") != the(Job).name:
+    mine = the(ThisProcess).saved.get(path)
+    if mine is not None and found and found.get("save") != mine and found.get("job") != the(ThisProcess).name:
         raise CheckpointError(
             f"save: {path} was this job's checkpoint, and since then {_told(found)} has saved there. Two jobs that "
             "save to one path replace each other's checkpoints: give this one another path."
@@ -77,7 +77,7 @@ def saving(path: Path, save: str) -> Iterator[None]:
     Waits while another one does. Raises `CheckpointError` if that one takes longer than `PATIENCE` seconds.
     """
     file = path / SAVING
-    text = json.dumps({"format": "zerofn-save", "save": save, **the(Job).described()}) + "\n"
+    text = json.dumps({"format": "zerofn-save", "save": save, **the(ThisProcess).described()}) + "\n"
     while not new_text(file, text, save):
         if _wait(path):
             with contextlib.suppress(FileNotFoundError):  # another job was first, and has removed what this one wrote

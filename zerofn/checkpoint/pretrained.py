@@ -20,7 +20,7 @@ from .file_sources import Weights
 from .fill_shards import Filling, settle_all
 from .loading import same_everywhere
 from .locations import is_remote, located
-from .named_leaves import Part, leaves_of, missing_leaf, take_apart
+from .named_leaves import StatePart, leaves_of, missing_leaf, take_apart
 from .tensor_source import Source
 
 log = logging.getLogger("zerofn")
@@ -80,7 +80,7 @@ def _place(path: str | os.PathLike[str]) -> Path:
 
 
 def _read(
-    opened: Callable[[], Source], path: str, parts: list[Part], strict: bool, donate: bool
+    opened: Callable[[], Source], path: str, parts: list[StatePart], strict: bool, donate: bool
 ) -> tuple[list[Any], list[str]]:
     """Return the values, and samples of what they were read from, unless there is but one such place."""
     weights = opened()
@@ -95,7 +95,7 @@ def _read(
         weights.close()
 
 
-def _match(weights: Source, parts: list[Part], path: str, strict: bool) -> frozenset[str]:
+def _match(weights: Source, parts: list[StatePart], path: str, strict: bool) -> frozenset[str]:
     """Return the leaves that keep their values. Raises if names do not agree and `strict` forbids it."""
     wanted = {leaf.name: None for part in parts for leaf in leaves_of(part)}
     missing = [n for n in wanted if n not in weights.leaves]

@@ -18,7 +18,7 @@ from .file_sources import Checkpoint
 from .folder import MANIFEST, is_complete
 from .locations import check_answers, located
 from .manifest import Manifest, read_manifest
-from .named_leaves import LeafInfo
+from .named_leaves import NamedLeaf
 from .steps import complete_steps, path_of
 from .tensor_file import BLOCK, CODES
 
@@ -75,7 +75,7 @@ def _tree(manifest: Manifest, path: str) -> str:
     return f"stage {parts[0].stage}, {_leaves(list(leaves.values()))}{slices}" + (f", {where}" if where else "")
 
 
-def _leaves(leaves: list[LeafInfo]) -> str:
+def _leaves(leaves: list[NamedLeaf]) -> str:
     kinds = sorted({str(x.dtype).removeprefix("torch.") for x in leaves})
     return f"{len(leaves)} leaves, {sum(_numel(x) for x in leaves):,} elements of {', '.join(kinds) or 'nothing'}"
 
@@ -163,5 +163,5 @@ def _read(source: Checkpoint, name: str, start: int, stop: int) -> Tensor:
     return flat
 
 
-def _numel(leaf: LeafInfo) -> int:
+def _numel(leaf: NamedLeaf) -> int:
     return torch.Size(leaf.shape).numel()

@@ -20,8 +20,8 @@ from ..sharding.sharded import Sharded
 from ..sharding.storage import Stored
 from ..util.errors import CheckpointError
 from .manifest import SavedTree, SavedUnit, tree_as_json, tree_from_json
-from .named_leaves import Part, leaves_of
-from .tensor_file import Entry
+from .named_leaves import StatePart, leaves_of
+from .tensor_file import TensorToWrite
 
 Slices = tuple[int, ...]  # which slices a rank has: its places along the axes of slices
 
@@ -50,14 +50,14 @@ class OwnTree:
     slices.
     """
 
-    part: Part
+    part: StatePart
     tree: SavedTree
     indices: tuple[int, ...]  # of the tree's units among those of the `Sharded`
     shard: int
     slices: tuple[Axis, ...]
 
     @staticmethod
-    def of(part: Part, tensors: Iterable[str]) -> Iterator[OwnTree]:
+    def of(part: StatePart, tensors: Iterable[str]) -> Iterator[OwnTree]:
         """`tensors`: what its units are called in files."""
         sharded: Sharded = part.value
         spec, leaves = sharded.spec, leaves_of(part)
@@ -86,24 +86,24 @@ class OwnTree:
         tree = tree_as_json(self.tree) if self.tree.packed and first else None
         return [axis.rank for axis in self.slices], self.shard, tree
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TensorToWrite]:
         """Return what this rank writes, if it is the first of those that have it."""
         make = self._packed if self.tree.packed else self._own
         return [make(k, index) for k, index in enumerate(self.indices)]
 
-    def _own(self, k: int, index: int) -> Entry:
+    def _own(self, k: int, index: int) -> TensorToWrite:
         """Return this rank's N-th of a unit; at stage 0 a part of the whole unit, which it has."""
         sharded: Sharded = self.part.value
         cut = sharded.spec.own_cut(sharded.layout.units[index])
         return _entry(self.tree.units[k].tensor, sharded, index, [cut])
 
-    def _packed(self, k: int, index: int) -> Entry:
+    def _packed(self, k: int, index: int) -> TensorToWrite:
         """Return the leaves of a tree in this rank's N-th of a unit, one after the other."""
         parts = [(x.offset + a, x.offset + b) for x, a, b, _ in self.tree.in_shard(k, self.shard)]
         return _entry(self.tree.units[k].tensor, self.part.value, index, parts)
 
 
-def _entry(name: str, sharded: Sharded, index: int, parts: Sequence[tuple[int, int]]) -> Entry:
+def _entry(name: str, sharded: Sharded, index: int, parts: Sequence[tuple[int, int]]) -> TensorToWrite:
     """Return some elements of a unit, one after the other. `parts`: [start, stop) in the unit."""
     shard, first = sharded.stored[index], sharded.spec.bounds(sharded.layout.units[index])[0]
     total = sum(stop - start for start, stop in parts)
@@ -121,7 +121,7 @@ def _entry(name: str, sharded: Sharded, index: int, parts: Sequence[tuple[int, i
             held.clear()
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    return Entry(name, shard.dtype, (total,), read)
+    return TensorToWrite(name, shard.dtype, (total,), read)
 
 
 @dataclass(frozen=True)

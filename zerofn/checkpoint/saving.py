@@ -30,9 +30,9 @@ from . import folder, loader_state, owner
 from .background_saves import InFlight, Saving, Snapshot
 from .locations import check_answers, located, make_folder, remove_folder
 from .manifest import Manifest, SavedLeaf, SavedTree, read_manifest
-from .named_leaves import Part, describe, leaves_of, storages_of, take_apart
+from .named_leaves import StatePart, describe, leaves_of, storages_of, take_apart
 from .save_plan import EveryTree, OwnTree, Told
-from .tensor_file import Entry, Written, write_file
+from .tensor_file import FileIdentity, TensorToWrite, write_file
 
 log = logging.getLogger("zerofn")
 
@@ -86,12 +86,14 @@ def save_along(path: str | os.PathLike[str], state: Any, wait: bool, along: Alon
     return the(InFlight).begin(path, partial(_run, job, the(Snapshot).of(job.entries)), start)
 
 
-def prepared(path: Path, state: Any, along: Along, words: str, *, before: Callable[[], object] = lambda: None) -> Job:
+def prepared(
+    path: Path, state: Any, along: Along, words: str, *, before: Callable[[], object] = lambda: None
+) -> OneSave:
     """Return what all ranks agree on about a save to the folder `path`, which may be another on each machine.
 
     `words`: what must be the same on all ranks. Raises as `save` does.
     """
-    lines, in_slices, parts, own = [words], list[str](), list[Part](), list[OwnTree]()
+    lines, in_slices, parts, own = [words], list[str](), list[StatePart](), list[OwnTree]()
     loader = list[str]()
 
     def describe_it() -> tuple[None, str]:
@@ -114,7 +116,7 @@ def prepared(path: Path, state: Any, along: Along, words: str, *, before: Callab
     return _prepare(path, parts, numbers[0], trees, along, (loader[0], digests))
 
 
-def _run(job: Job, entries: Callable[[], list[Entry]]) -> None:
+def _run(job: OneSave, entries: Callable[[], list[TensorToWrite]]) -> None:
     with contextlib.ExitStack() as stack:
         job.on_rank_0(lambda: stack.enter_context(_at(job)))
         files = write_all(job, entries)
@@ -123,10 +125,10 @@ def _run(job: Job, entries: Callable[[], list[Entry]]) -> None:
         job.on_rank_0(job.along.after)
 
 
-def write_all(job: Job, entries: Callable[[], list[Entry]]) -> dict[str, Written]:
+def write_all(job: OneSave, entries: Callable[[], list[TensorToWrite]]) -> dict[str, FileIdentity]:
     """Write this rank's file. Returns what every rank has written, by file name."""
 
-    def write() -> Written | None:
+    def write() -> FileIdentity | None:
         mine = entries()
         check_answers(job.path / folder.MANIFEST)
         return write_file(job.file, mine, save=job.number)[0] if mine else None
@@ -136,11 +138,11 @@ def write_all(job: Job, entries: Callable[[], list[Entry]]) -> dict[str, Written
     told = json.dumps(None if written is None else [written.nbytes, written.header])
     found = map(json.loads, exchange(WHAT, told))
     names = [folder.file_of(r, job.size, job.number) for r in range(job.size)]
-    return {name: Written(*w) for name, w in zip(names, found, strict=True) if w is not None}
+    return {name: FileIdentity(*w) for name, w in zip(names, found, strict=True) if w is not None}
 
 
 @contextlib.contextmanager
-def _at(job: Job) -> Iterator[None]:
+def _at(job: OneSave) -> Iterator[None]:
     """On rank 0: a folder that this save alone writes to, without what killed saves have left."""
     path, number = job.path, job.number
     check_answers(path / folder.MANIFEST)
@@ -190,7 +192,7 @@ def _remove(files: Iterable[Path]) -> None:
             log.warning("save: %s could not be removed (%s).", file, error)
 
 
-def _plan(state: Any) -> list[Part]:
+def _plan(state: Any) -> list[StatePart]:
     parts, _ = take_apart(state, WHAT)
     for part in parts:
         for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
@@ -199,17 +201,17 @@ def _plan(state: Any) -> list[Part]:
     return parts
 
 
-def _trees(parts: list[Part]) -> list[Part]:
+def _trees(parts: list[StatePart]) -> list[StatePart]:
     """The sharded parts."""
     return [p for p in parts if is_sharded(p.value)]
 
 
-def _replicated(parts: list[Part]) -> list[Part]:
+def _replicated(parts: list[StatePart]) -> list[StatePart]:
     """The others."""
     return [p for p in parts if not is_sharded(p.value)]
 
 
-def _lines(parts: list[Part]) -> list[str]:
+def _lines(parts: list[StatePart]) -> list[str]:
     """What all ranks must have alike: the structure, and the values of replicated leaves."""
     return [*describe(parts), *(f"{name} = {digest}" for name, digest in _replicas(parts, slices=False))]
 
@@ -244,7 +246,7 @@ def _check_slices(slices: Sequence[tuple[int, ...]], prints: Sequence[str], line
     )
 
 
-def _replicas(parts: list[Part], *, slices: bool) -> Iterator[tuple[str, str]]:
+def _replicas(parts: list[StatePart], *, slices: bool) -> Iterator[tuple[str, str]]:
     """(name, digest) of every leaf that each rank holds whole; with `slices`, of every slice that it holds whole."""
     if rank_and_size()[1] == 1:
         return
@@ -261,21 +263,21 @@ def _replicas(parts: list[Part], *, slices: bool) -> Iterator[tuple[str, str]]:
                         yield leaf.name, checksum(whole.read(leaf.offset, leaf.offset + leaf.numel))
 
 
-def _own_trees(parts: list[Part]) -> Iterator[OwnTree]:
+def _own_trees(parts: list[StatePart]) -> Iterator[OwnTree]:
     used = {loader_state.IN_FILE, *(p.name for p in _replicated(parts))}
     for part in _trees(parts):
         yield from OwnTree.of(part, [_unique(f"{part.name}/{unit.name}", used) for unit in part.value.layout.units])
 
 
 @dataclass(frozen=True)
-class Job:
+class OneSave:
     """One save, with all that it needs of the state. `rank` of `size`: of the whole job."""
 
     path: Path
     number: str
     rank: int
     size: int
-    entries: list[Entry]  # that this rank writes
+    entries: list[TensorToWrite]  # that this rank writes
     trees: tuple[SavedTree, ...]
     leaves: tuple[SavedLeaf, ...]
     stored: dict[str, str]  # how each tree is stored, for people
@@ -298,7 +300,7 @@ class Job:
         self.check_ranks()
         together(WHAT, work if self.rank == 0 else lambda: None)
 
-    def finish(self, files: dict[str, Written]) -> None:
+    def finish(self, files: dict[str, FileIdentity]) -> None:
         """On rank 0: see that every file has arrived, and let the manifest name them."""
         for name, written in files.items():
             file = self.path / name
@@ -312,21 +314,25 @@ class Job:
         owner.check_still(self.path, self.number)
         folder.replace_text(self.path / folder.MANIFEST, text, self.number)
 
-    def manifest(self, files: dict[str, Written]) -> str:
+    def manifest(self, files: dict[str, FileIdentity]) -> str:
         """Return the text of the manifest."""
-        saved = {"save": self.number, **the(owner.Job).described(), "time": datetime.now(timezone.utc).isoformat()}
+        saved = {
+            "save": self.number,
+            **the(owner.ThisProcess).described(),
+            "time": datetime.now(timezone.utc).isoformat(),
+        }
         saved |= {"program": " ".join(sys.argv), "stored": self.stored}
         return Manifest(self.size, self.trees, self.leaves, files, self.step, _versions(), saved, self.notes).text()
 
 
 def _prepare(
     path: Path,
-    parts: list[Part],
+    parts: list[StatePart],
     number: str,
     trees: Sequence[EveryTree],
     along: Along,
     loader: tuple[str, Sequence[str]],
-) -> Job:
+) -> OneSave:
     """Return the save of these parts. `trees`: what ranks write of each `Sharded`; `loader`: where this rank's stands,
     and the digests of all ranks'.
     """
@@ -335,7 +341,7 @@ def _prepare(
     saved = [x for tree in trees for x in tree.saved(file_of)]
     entries = [entry for tree in trees if tree.writes(rank) for entry in tree.own.entries()]
     if rank == 0:
-        entries += [Entry.of(p.name, p.tensor) for p in _replicated(parts)]
+        entries += [TensorToWrite.of(p.name, p.tensor) for p in _replicated(parts)]
     tensor = _unique(loader_state.IN_FILE, {p.name for p in _replicated(parts)})
     entries += loader_state.entries(loader[0], tensor, rank, loader[1])
     notes = along.notes | loader_state.noted(tensor, loader[1], file_of)
@@ -343,10 +349,10 @@ def _prepare(
     step = next((p.tensor for p in _replicated(parts) if p.name == "step"), None)
     count = int(step) if step is not None and step.numel() == 1 else None
     stored = {p.name: _stored(p) for p in _trees(parts)}
-    return Job(path, number, rank, size, entries, tuple(saved), leaves, stored, count, along, notes)
+    return OneSave(path, number, rank, size, entries, tuple(saved), leaves, stored, count, along, notes)
 
 
-def _stored(part: Part) -> str:
+def _stored(part: StatePart) -> str:
     """How the shards of a tree are stored, where that is not plainly beside the model."""
     specs = [s for s in storages_of(part.value) if s.placement is not None or s.codec.note]
     return ", ".join(dict.fromkeys(s.described for s in specs))

@@ -12,7 +12,7 @@ from ..geometry.overlaps import Region
 from ..job.agreement import together
 from ..memory.turns import outside_steps
 from ..util.arguments import checked
-from .named_leaves import LeafInfo
+from .named_leaves import NamedLeaf
 from .pretrained import fill
 from .tensor_source import Read, Source
 
@@ -75,7 +75,7 @@ class _Named(Source):
                 raise ValueError(f"{WHAT}: two tensors would be {new!r}; let rename return None for one of them.")
             if new is not None:
                 self._values[new] = value
-        self.leaves = {name: LeafInfo(name, tuple(x.shape), x.dtype) for name, x in self._values.items()}
+        self.leaves = {name: NamedLeaf(name, tuple(x.shape), x.dtype) for name, x in self._values.items()}
 
     def places(self, name: str) -> Iterable[tuple[Region, Read]]:
         """Yield the slices in which a leaf lies, and what reads each of them."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..util.crc32 import crc32
 from ..util.errors import CheckpointError
 from ..util.sizes import PAGE
-from .direct_io import Block, Reader, Writer
+from .direct_io import Block, ReadAhead, Writer
 from .locations import fetch, is_remote, upload
 
 BLOCK = 1 << 20  # bytes: what is read, written and checked at a time; a multiple of every dtype's size
@@ -40,7 +40,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorToWrite:
     """A tensor to be written. `read(a, b)`: its raveled elements [a, b), on any device."""
 
     name: str
@@ -49,10 +49,10 @@ class Entry:
     read: Callable[[int, int], Tensor] = field(repr=False)
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> Entry:
+    def of(name: str, tensor: Tensor) -> TensorToWrite:
         """An entry of a tensor in memory."""
         flat = tensor.detach().reshape(-1)
-        return Entry(name, tensor.dtype, tuple(tensor.shape), lambda a, b: flat[a:b])
+        return TensorToWrite(name, tensor.dtype, tuple(tensor.shape), lambda a, b: flat[a:b])
 
     @property
     def numel(self) -> int:
@@ -66,14 +66,16 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Written:
+class FileIdentity:
     """What identifies a written file: its size in bytes, and its header's CRC-32."""
 
     nbytes: int
     header: str
 
 
-def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tuple[Written, dict[str, str]]:
+def write_file(
+    path: Path, entries: Iterable[TensorToWrite], *, save: str | None
+) -> tuple[FileIdentity, dict[str, str]]:
     """Write a safetensors file, one block in memory at a time, and flush it to the disk.
 
     `save`: the number of the save that it belongs to; the file then holds it and the CRC-32 of every block. Returns
@@ -105,7 +107,7 @@ def write_file(path: Path, entries: Iterable[Entry], *, save: str | None) -> tup
     except OSError as error:
         error.filename = error.filename or str(path)  # a full disk does not say where
         raise
-    return Written(nbytes, f"{crc32(head):08x}"), found
+    return FileIdentity(nbytes, f"{crc32(head):08x}"), found
 
 
 def num_blocks(nbytes: int) -> int:
@@ -119,7 +121,7 @@ def mark_of(path: Path) -> str:
     return "" if found is None else found[1].decode()
 
 
-def _header(entries: list[Entry], save: str | None, checks: dict[str, str]) -> bytes:
+def _header(entries: list[TensorToWrite], save: str | None, checks: dict[str, str]) -> bytes:
     inside = {} if save is None else {MARK: save, CHECKS: json.dumps(checks)}
     header: dict[str, Any] = {"__metadata__": inside | {"format": "pt"}}
     offset = 0
@@ -132,7 +134,7 @@ def _header(entries: list[Entry], save: str | None, checks: dict[str, str]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _write(write: Callable[[memoryview], object], entry: Entry) -> str:
+def _write(write: Callable[[memoryview], object], entry: TensorToWrite) -> str:
     """Write blocks, and return the CRC-32 of each, in hexadecimal."""
     step, found = BLOCK // entry.dtype.itemsize, []
     for start in range(0, entry.numel, step):
@@ -160,12 +162,12 @@ class TensorFile:
     def __init__(
         self,
         path: Path,
-        expected: Written | None = None,
+        expected: FileIdentity | None = None,
         fix: str = "Copy or download it again.",
         checks: dict[str, str] | None = None,
-        reader: Reader | None = None,
+        reader: ReadAhead | None = None,
     ) -> None:
-        self.path, self.fix, self._reader = path, fix, reader or Reader()
+        self.path, self.fix, self._reader = path, fix, reader or ReadAhead()
         self._data = 0
         try:
             header = self._read_header(expected)
@@ -244,7 +246,7 @@ class TensorFile:
         }:
             raise ValueError("its checksums are not of these tensors")
 
-    def _read_header(self, expected: Written | None) -> dict[str, Any]:
+    def _read_header(self, expected: FileIdentity | None) -> dict[str, Any]:
         size = self.path.stat().st_size
         if expected is not None and size != expected.nbytes:
             raise CheckpointError(

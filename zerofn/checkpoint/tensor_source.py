@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..geometry.overlaps import Region, Runs, overlap
 from ..ops.same import checksum
-from .named_leaves import LeafInfo
+from .named_leaves import NamedLeaf
 from .tensor_file import BLOCK
 
 _FEW = 64  # elements
@@ -22,7 +22,7 @@ Read = Callable[[int, Tensor], None]  # fill a 1-d tensor with raveled elements 
 class Source:
     """Named tensors on the disk, or elsewhere. `leaves`: by name."""
 
-    leaves: dict[str, LeafInfo]
+    leaves: dict[str, NamedLeaf]
 
     def places(self, name: str) -> Iterable[tuple[Region, Read]]:
         """Yield the slices in which a leaf lies, and what reads each of them."""

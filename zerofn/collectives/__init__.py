@@ -33,7 +33,7 @@ from ..comm.present import axis_of as _axis
 from ..comm.present import present
 from ..util.arguments import checked
 from .averaged import check_psum
-from .maps import AllGather, AllReduce, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Same, Vary
+from .maps import AllGather, AllReduce, CheckedSame, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Vary
 
 __all__ = [
     "all_gather",
@@ -280,4 +280,4 @@ def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     tensor(0.5000)
     """
     where = present(lambda mesh: mesh.all, "same") if axis is None else _axis(axis)
-    return Linear.apply(Same(where, "the value given to zerofn.same"), x)[0]
+    return Linear.apply(CheckedSame(where, "the value given to zerofn.same"), x)[0]

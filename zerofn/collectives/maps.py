@@ -62,7 +62,7 @@ class Linear(torch.autograd.Function):
     def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
         """Run the map below autograd."""
         heard, axis = _heard.get(), getattr(op, "axis", None)
-        if heard is not None and axis is not None and axis.size > 1 and not isinstance(op, Same):
+        if heard is not None and axis is not None and axis.size > 1 and not isinstance(op, CheckedSame):
             heard.append(axis)
         with below_autograd():
             return op(*xs)
@@ -341,7 +341,7 @@ class Permute:
 
 
 @dataclass(frozen=True)
-class Same:
+class CheckedSame:
     """The value itself, checked to have the same bits on every rank. Its own transpose, unchecked: each rank has the
     derivative of its own loss.
     """
@@ -351,12 +351,12 @@ class Same:
     checked: bool = True
 
     @property
-    def transpose(self) -> Same:
+    def transpose(self) -> CheckedSame:
         """The value itself."""
-        return Same(self.axis, self.what, False)
+        return CheckedSame(self.axis, self.what, False)
 
     @property
-    def tangent(self) -> Same:
+    def tangent(self) -> CheckedSame:
         """The value itself."""
         return self.transpose
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..job.failures import refuse_in_fork
 
 
-class Groups:
+class ProcessGroups:
     """Process groups by their ranks, of the job's present group."""
 
     def __init__(self) -> None:

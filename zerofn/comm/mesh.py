@@ -22,7 +22,7 @@ from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.process import the
 from .axes import BETWEEN, KINDS, USUAL, AxisKind, kind_of
-from .groups import Groups
+from .groups import ProcessGroups
 from .meshes import Meshes
 
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
@@ -252,7 +252,7 @@ class Mesh:
             rank = rank * axis.size + axis.rank
         if not self.ranks:
             return Axis(name, size, rank, _fake(name))
-        return Axis(name, size, rank, the(Groups).of(self._line({axis.name for axis in found})))
+        return Axis(name, size, rank, the(ProcessGroups).of(self._line({axis.name for axis in found})))
 
     @checked()
     def block(self, name: str, size: int) -> Axis:
@@ -261,7 +261,7 @@ class Mesh:
         first, rank = whole.rank - whole.rank % size, whole.rank % size
         if not self.ranks or size == 1:
             return Axis(name, size, rank, _fake(name) if size > 1 else "")
-        return Axis(name, size, rank, the(Groups).of(self._line({name})[first : first + size]))
+        return Axis(name, size, rank, the(ProcessGroups).of(self._line({name})[first : first + size]))
 
     @checked()
     def along(self, name: str) -> tuple[int, ...]:
@@ -344,7 +344,7 @@ def _grid(names: Iterable[str], shape: tuple[int, ...], ranks: Iterable[int], ra
 def _with_group(mesh: Mesh, axis: Axis) -> Axis:
     if axis.size == 1:
         return axis
-    return Axis(axis.name, axis.size, axis.rank, the(Groups).of(mesh._line({axis.name})))
+    return Axis(axis.name, axis.size, axis.rank, the(ProcessGroups).of(mesh._line({axis.name})))
 
 
 def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
@@ -364,7 +364,7 @@ def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
     ]
     found = Mesh(tuple(axes), tuple(grid.flatten().tolist()))
     for axis in axes:
-        the(Groups).know(found._line({axis.name}), axis.group)
+        the(ProcessGroups).know(found._line({axis.name}), axis.group)
     the(Meshes).know(found)
     return found
 

@@ -25,7 +25,7 @@ _GROUPED = (("self", "mat2"), ("input", "weight"))  # names of torch's grouped p
 _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
 
-class Moved(NamedTuple):
+class Traffic(NamedTuple):
     """Bytes that a node moves: `SENT` to other ranks (which send as many), `READ` from or `WRITTEN` to drives, `DOWN`
     to the host or `UP` to the device.
 
@@ -54,7 +54,7 @@ def flops(node: Node) -> int:
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
-class Groups(NamedTuple):
+class GroupedProduct(NamedTuple):
     """The inputs of a grouped product (mixture of experts), in which each group of rows meets its own matrix: number
     of groups, rows, products for each row, and the argument that says where groups end.
     """
@@ -65,7 +65,7 @@ class Groups(NamedTuple):
     at: int
 
 
-def groups_of(node: Node) -> Groups | None:
+def groups_of(node: Node) -> GroupedProduct | None:
     """Return the groups of a grouped matrix product, forward or backward; None for other nodes."""
     if not isinstance(node.target, OpOverload):
         return None
@@ -82,7 +82,7 @@ def groups_of(node: Node) -> Groups | None:
         rows, products = b.shape[1], a[0].numel()
     else:  # gradients of the matrices: groups are cut out of the dim that is summed over
         rows, products = a.shape[1], a.shape[0] * b.shape[1]
-    return Groups(ends.shape[0], rows, products, names["offs"][0])
+    return GroupedProduct(ends.shape[0], rows, products, names["offs"][0])
 
 
 def touched_bytes(node: Node) -> int:
@@ -100,7 +100,7 @@ def _dense(x: Tensor) -> int:
     return numel * x.element_size()
 
 
-def moved(node: Node) -> Moved | None:
+def moved(node: Node) -> Traffic | None:
     """Return what a node sends to other ranks, reads from or writes to drives, or copies between host and device."""
     moves = traits(node).moves
     if moves is None:
@@ -109,14 +109,14 @@ def moved(node: Node) -> Moved | None:
     how = _HOW.get(moves.lane) if moves.to is None else DOWN if is_host(moves.to(given)) else UP
     assert how is not None and isinstance(node.target, OpOverload)
     nbytes = moves.nbytes(given, node.meta.get("val"))
-    return Moved(how, base_name(node.target).rstrip("_"), given.get("unit", ""), nbytes)
+    return Traffic(how, base_name(node.target).rstrip("_"), given.get("unit", ""), nbytes)
 
 
 def _value(x: Any) -> Any:
     return x.meta["val"] if isinstance(x, Node) else x
 
 
-def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iterator[tuple[Moved, int]]:
+def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iterator[tuple[Traffic, int]]:
     """Return all transfers of a scheduled graph, in order, and how often each happens. `mesh`: whose axes they name."""
     complete_values(gm.graph)
     for node in gm.graph.nodes:

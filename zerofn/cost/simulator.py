@@ -30,7 +30,7 @@ from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
 from .machine import Machine, usual
-from .op_cost import DOWN, READ, UP, WRITTEN, Moved, flops, moved, touched_bytes
+from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, flops, moved, touched_bytes
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
@@ -42,7 +42,7 @@ _NOTHING = (
 )
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     """Node `node` occupies a lane from `start` to `stop`, in seconds from the start of the step."""
 
     lane: str
@@ -66,7 +66,7 @@ class Lanes:
         # that it fills.
         self._lanes_on: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._filled: defaultdict[str, dict[Node, None]] = defaultdict(dict)
-        self.spans: list[Span] = []
+        self.spans: list[LaneSpan] = []
         self.starts: list[tuple[Node, float]] = []
         self.busy: defaultdict[str, float] = defaultdict(float)
         self.waited: defaultdict[str, float] = defaultdict(float)
@@ -111,7 +111,7 @@ class Lanes:
         """Return when the transfer into some memory ends."""
         return self._ready.get(memory, ("", 0.0))[1]
 
-    def transfer(self, node: Node, x: Moved) -> tuple[str, float]:
+    def transfer(self, node: Node, x: Traffic) -> tuple[str, float]:
         """Return the lane of a node's transfer, and the seconds that it takes there alone."""
         if x.how != SENT:
             return x.how, self.seconds_of(x.how, x.nbytes)
@@ -184,7 +184,7 @@ class Lanes:
         self.free[lane] = start + seconds
         if seconds:
             self.busy[lane] += seconds
-            self.spans.append(Span(lane, node, start, start + seconds))
+            self.spans.append(LaneSpan(lane, node, start, start + seconds))
         return start
 
 
@@ -202,7 +202,7 @@ class Timeline(Lanes):
         self.run(gm)
         cables = [sum(self.busy[lane] for lane in lanes) for lanes in self._lanes_on.values()]
         self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), *cables, 0.0)
-        self.spans = [Span(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
+        self.spans = [LaneSpan(x.lane, x.node, x.start - first, x.stop - first) for x in self.spans]
         self.starts = [(node, start - first) for node, start in self.starts]
 
     def __repr__(self) -> str:

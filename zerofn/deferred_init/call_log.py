@@ -1,7 +1,7 @@
 """A recording: calls on buffer versions, and how one call is executed.
 
-A tensor is logged as a `Region`, a geometry on a *buffer version*: the content of a buffer from one complete overwrite
-to the next (static single assignment). The versions that calls touch tie them together.
+A tensor is logged as a `BufferView`, a geometry on a *buffer version*: the content of a buffer from one complete
+overwrite to the next (static single assignment). The versions that calls touch tie them together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rng_marks import SavedState
 
 
 @dataclass(frozen=True)
-class Region:
+class BufferView:
     """A tensor: a geometry (in elements) on a buffer version."""
 
     version: int
@@ -57,13 +57,13 @@ class Version:
 
 
 @dataclass
-class Call:
-    """One logged operation. Tensors in `args` and `kwargs` are `Region`s."""
+class LoggedCall:
+    """One logged operation. Tensors in `args` and `kwargs` are `BufferView`s."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: list[Region | None]  # the flat outputs; a Region where one is a new buffer
+    outputs: list[BufferView | None]  # the flat outputs; a `BufferView` where one is a new buffer
     versions: set[int]  # all that it touches
     is_random: bool
     # Settings of torch's that kernels read: a recurrent one rounds otherwise where no gradient will be asked for.
@@ -79,7 +79,7 @@ class Call:
         """
 
         def tensor(x: Any) -> Any:
-            if not isinstance(x, Region):
+            if not isinstance(x, BufferView):
                 return x
             if x.version not in buffers:
                 buffers[x.version] = versions[x.version].take()
@@ -111,7 +111,7 @@ def known(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
     return storage
 
 
-def closure(calls: list[Call], roots: Iterable[int]) -> set[int]:
+def closure(calls: list[LoggedCall], roots: Iterable[int]) -> set[int]:
     """The calls whose results `roots` need, themselves included."""
     needed: set[int] = set()
     stack = list(roots)
@@ -123,7 +123,7 @@ def closure(calls: list[Call], roots: Iterable[int]) -> set[int]:
     return needed
 
 
-def _with_geometry(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+def _with_geometry(tensor: torch.Tensor, region: BufferView) -> torch.Tensor:
     """Return `tensor`, copied if its layout differs from that of its fake twin."""
     found = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.is_conj())
     if found == (region.size, region.stride, region.offset, region.conj):

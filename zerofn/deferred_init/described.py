@@ -9,13 +9,15 @@ import torch
 
 from .._torch_compat import OpOverload
 from ..ops.same import checksum
-from .call_log import Call, Region, Version, closure
+from .call_log import BufferView, LoggedCall, Version, closure
 from .rng_marks import Restore
 
 _SHOWN = 4  # values of a constant
 
 
-def described(calls: Sequence[Call], versions: Sequence[Version], leaves: Sequence[tuple[str, Region]]) -> list[str]:
+def described(
+    calls: Sequence[LoggedCall], versions: Sequence[Version], leaves: Sequence[tuple[str, BufferView]]
+) -> list[str]:
     """Return what a recording draws and computes for its leaves, with their names. Call it before the replay.
 
     Equal lines give equal values, if the default generators are in equal states. What has no part in that is left
@@ -25,14 +27,14 @@ def described(calls: Sequence[Call], versions: Sequence[Version], leaves: Sequen
 
 
 class _Describer:
-    def __init__(self, versions: Sequence[Version], leaves: Sequence[tuple[str, Region]]) -> None:
+    def __init__(self, versions: Sequence[Version], leaves: Sequence[tuple[str, BufferView]]) -> None:
         self._versions = versions
         self._names: dict[int, str] = {}
         for name, region in reversed(leaves):
             self._names[region.version] = name
-        self._constants: dict[int, Region] = {}
+        self._constants: dict[int, BufferView] = {}
 
-    def lines(self, calls: Sequence[Call], leaves: Sequence[tuple[str, Region]]) -> Iterator[str]:
+    def lines(self, calls: Sequence[LoggedCall], leaves: Sequence[tuple[str, BufferView]]) -> Iterator[str]:
         last_writes = [self._versions[region.version].last_write for _, region in leaves]
         random = [i for i, call in enumerate(calls) if call.is_random]
         for i in sorted(closure(list(calls), random + [w for w in last_writes if w is not None])):
@@ -42,7 +44,7 @@ class _Describer:
         for region in self._constants.values():
             yield f"{self._name(region)} is given: {self._values(region)}"
 
-    def _call(self, call: Call) -> str:
+    def _call(self, call: LoggedCall) -> str:
         if isinstance(call.func, Restore):
             given = call.func.source
             return (
@@ -54,7 +56,7 @@ class _Describer:
         return f"{made + ' = ' if made else ''}{name.removeprefix('aten::')}({', '.join(arguments)})"
 
     def _told(self, x: Any) -> str:
-        if isinstance(x, Region):
+        if isinstance(x, BufferView):
             plain = x.stride == torch.empty(x.size, device="meta").stride()
             place = "" if plain and not x.offset else f" strides {list(x.stride)} from {x.offset}"
             return f"{self._name(x)} {list(x.size)}{place} {str(x.dtype).removeprefix('torch.')}{' conj' * x.conj}"
@@ -67,12 +69,12 @@ class _Describer:
         plain = x is None or isinstance(x, bool | int | float | complex | str | torch.dtype)
         return repr(x) if plain or isinstance(x, torch.layout | torch.memory_format) else type(x).__name__
 
-    def _name(self, region: Region) -> str:
+    def _name(self, region: BufferView) -> str:
         if self._versions[region.version].constant is not None:
             self._constants.setdefault(region.version, region)
         return self._names.setdefault(region.version, f"value {len(self._names)}")
 
-    def _values(self, region: Region) -> str:
+    def _values(self, region: BufferView) -> str:
         storage = self._versions[region.version].constant
         assert storage is not None
         octets, size = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), region.dtype.itemsize

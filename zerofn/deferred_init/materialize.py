@@ -19,7 +19,7 @@ import torch
 
 from .. import tree
 from .._torch_compat import FakeTensor
-from .call_log import Call, Region, closure, known
+from .call_log import BufferView, LoggedCall, closure, known
 from .described import described
 from .record import Recorder, recording
 
@@ -73,7 +73,7 @@ class Replay:
         leaves: those fake tensors, in the order of the `flatten` given to `record`.
     """
 
-    def __init__(self, output: Any, leaves: list[torch.Tensor], recorder: Recorder, regions: list[Region]) -> None:
+    def __init__(self, output: Any, leaves: list[torch.Tensor], recorder: Recorder, regions: list[BufferView]) -> None:
         self.output = output
         self.leaves = leaves
         self._calls = recorder.calls
@@ -125,7 +125,7 @@ class Replay:
             yield tensors.pop()
 
 
-def schedule(calls: list[Call], results: list[int]) -> list[int]:
+def schedule(calls: list[LoggedCall], results: list[int]) -> list[int]:
     """The calls that random draws and `results` need, in an order that keeps few buffers alive.
 
     Random calls stay in program order. A call that reads what a random call made runs as soon as it
@@ -138,7 +138,7 @@ def schedule(calls: list[Call], results: list[int]) -> list[int]:
 class _Scheduler:
     """List scheduling over the calls in `kept`, which are in program order."""
 
-    def __init__(self, calls: list[Call], kept: list[int]) -> None:
+    def __init__(self, calls: list[LoggedCall], kept: list[int]) -> None:
         self.calls = calls
         self.kept = kept
         self.deps: dict[int, list[int]] = {}

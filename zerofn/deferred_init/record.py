@@ -1,7 +1,7 @@
 """Record what a function does to tensors, without doing it.
 
 The function runs on fake tensors (shapes, no data) under a dispatch mode that logs every ATen call
-as a `Call` on buffer versions (see `program`). Tensors are told apart by storage and geometry,
+as a `LoggedCall` on buffer versions (see `program`). Tensors are told apart by storage and geometry,
 never by object. So views, `detach`, `.data = ...` and `nn.Parameter` are no operations at all, and
 only two kinds of calls are logged: those that make new buffers and those that write into old ones.
 A write that overwrites a whole buffer unread begins a new version of it. Random calls also depend
@@ -36,11 +36,11 @@ from .._torch_compat import (
 from ..ops.registry import ASKS_METADATA
 from ..tracing.shortcut import Shortcut
 from ..util.user_line import user_place
-from .call_log import Call, Region, Version, closure
+from .call_log import BufferView, LoggedCall, Version, closure
 from .effects import ALLOCATE, FILL_LIKE, covers, is_random, mapped, overwrites, tensors, written_tensors
 from .one_thread import OneThreadsFakes
 from .quantised import quantised_refused, refuse_quantised
-from .rng_marks import Restore, SavedState, Watch
+from .rng_marks import GeneratorWatch, Restore, SavedState
 
 aten = torch.ops.aten
 
@@ -56,10 +56,10 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[LoggedCall] = []
         self.versions: list[Version] = []
         self.fake_mode = OneThreadsFakes(allow_non_fake_inputs=True)
-        self.watch = Watch()
+        self.watch = GeneratorWatch()
         self._current: dict[int, int] = {}  # storage key -> its version now
         self._last_random: int | None = None
         self._draws_elsewhere = False  # on a device whose generators are not watched
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
             self._new_version(fake, constant=real.untyped_storage())
         return fake
 
-    def region(self, tensor: torch.Tensor) -> Region:
+    def region(self, tensor: torch.Tensor) -> BufferView:
         """`tensor` as a geometry on the version its buffer has now."""
         key = storage_key(tensor)
         if key not in self._current or tensor.is_neg():
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
                 f"{user_place()}: a tensor of shape {tuple(tensor.shape)} came from something that "
                 f"cannot be replayed (a file read with torch.load, say). {_INSTEAD}"
             )
-        return Region(
+        return BufferView(
             self._current[key],
             tensor.dtype,
             tensor.device,
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
         for restore in restores:
             self.log_restore(restore)
         index = len(self.calls)
-        call = Call(func, (), {}, [], set(), draws, saves=saves)
+        call = LoggedCall(func, (), {}, [], set(), draws, saves=saves)
         written_keys = {storage_key(t) for t in written}
         for tensor in tensors((args, kwargs)):
             if storage_key(tensor) not in written_keys:
@@ -170,14 +170,14 @@ class Recorder(TorchDispatchMode):
         call.versions |= {r.version for r in call.outputs if r is not None}
         self._append(call)
 
-    def _reads(self, call: Call, index: int, version: int) -> None:
+    def _reads(self, call: LoggedCall, index: int, version: int) -> None:
         state = self.versions[version]
         call.versions.add(version)
         state.readers.append(index)
         if state.last_write is not None:
             call.value_deps.add(state.last_write)
 
-    def _writes(self, call: Call, index: int, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
+    def _writes(self, call: LoggedCall, index: int, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         read_keys = [storage_key(t) for t in tensors((args, kwargs))]
         for tensor in written:
             key = storage_key(tensor)
@@ -193,7 +193,7 @@ class Recorder(TorchDispatchMode):
             state.is_written, state.last_write, state.readers = True, index, []
             call.versions.add(version)
 
-    def _append(self, call: Call) -> None:
+    def _append(self, call: LoggedCall) -> None:
         if call.is_random:
             if self._last_random is not None:
                 call.order_deps.add(self._last_random)
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
         """Log that the function set a generator's state."""
         if self._draws_elsewhere:
             raise RuntimeError(_SEEDS_ELSEWHERE)
-        self._append(Call(restore, (), {}, [], set(), True, saves=restore.saves))
+        self._append(LoggedCall(restore, (), {}, [], set(), True, saves=restore.saves))
 
     def _before_draw(self, func: Any, args: Any, kwargs: Any) -> tuple[list[Restore], list[SavedState]]:
         generator = next((a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)), None)
@@ -243,7 +243,7 @@ class Recorder(TorchDispatchMode):
                 "instead of a branch, or pass `shard` the finished state instead of a function."
             )
         args, kwargs = tree_map(self._as_region, (args, kwargs))
-        final = Call(func, args, kwargs, [], set(), False)
+        final = LoggedCall(func, args, kwargs, [], set(), False)
         constants = [v.constant for v in self.versions]
         try:
             with without_dispatch_modes():

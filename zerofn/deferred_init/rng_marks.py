@@ -68,7 +68,7 @@ class _Watched:
     events: list[list[SavedState]] = field(default_factory=list)
 
 
-class Watch:
+class GeneratorWatch:
     """The CPU generators that a recording has met. The default one is watched from the start."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ AGAIN = "again"  # a meta key of nodes that are recomputed, or copied back, for 
 Live = dict[str, int]  # kind -> bytes
 
 
-class Block(NamedTuple):
+class Allocation(NamedTuple):
     """Memory that an operation makes. It is alive from when node `born` starts until node `dies` has run.
 
     `placed`: it has a place in a static buffer.
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     placed: bool = False
 
 
-Handed = Mapping[Block, list[Node]]  # memory that a caller gives up -> the inputs of the body that lie in it
+Handed = Mapping[Allocation, list[Node]]  # memory that a caller gives up -> the inputs of the body that lie in it
 
 
 class Moment(NamedTuple):
@@ -61,8 +61,8 @@ def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterat
 
     A node that runs a body yields the body's moments once, in a round after the first.
     """
-    born: dict[int, list[Block]] = defaultdict(list)
-    dying: dict[int, list[Block]] = defaultdict(list)
+    born: dict[int, list[Allocation]] = defaultdict(list)
+    dying: dict[int, list[Allocation]] = defaultdict(list)
     for block in blocks(gm.graph, handed):
         born[block.born].append(block)
         dying[block.dies].append(block)
@@ -82,15 +82,15 @@ def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterat
         _count(live, dying[k], -1)
 
 
-def _count(live: Live, alive: list[Block], times: int = 1) -> None:
+def _count(live: Live, alive: list[Allocation], times: int = 1) -> None:
     for block in alive:
         live[block.kind] += block.nbytes * times
         live["reserved"] -= block.nbytes * block.placed * times
 
 
-def _handed(call: Call, dying: list[Block]) -> Handed:
+def _handed(call: Call, dying: list[Allocation]) -> Handed:
     """Return the memory that nobody but a body needs any more, and the body's inputs that lie in it."""
-    found: dict[Block, list[Node]] = {}
+    found: dict[Allocation, list[Node]] = {}
     for inside, outer in call.given.items():
         for block in dying:
             if block.node is memory_of(outer):
@@ -110,24 +110,24 @@ def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterat
         yield Moment(node, {**after, "gradients": after["gradients"] + terms})
 
 
-def blocks(graph: Graph, handed: Handed | None = None) -> list[Block]:
+def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
     """Return the memory that the operations of a graph make on the device where models compute, in order, and behind it
     what is `handed` to the graph.
     """
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
-    out: list[Block] = []
+    out: list[Allocation] = []
     accelerated = not all(map(_on_host, where))
     for node, at in where.items():
         if node.op != "call_function" or root[node] is not node or is_lent(node) or accelerated and _on_host(node):
             continue
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
         dies, placed = where[touched[node][-1]], node.target is ops.bucket.default or bool(node.kwargs.get("place"))
-        out.append(Block(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
+        out.append(Allocation(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
         received = _transfer_buffers(node)
         if received:
-            out.append(Block(node, received, "gradients", at, where[wait_of(node)]))
+            out.append(Allocation(node, received, "gradients", at, where[wait_of(node)]))
     for block, inputs in (handed or {}).items():
         dies = max(where[touched[x][-1]] for x in inputs)
         out.append(block._replace(node=inputs[0], born=-1, dies=dies))

@@ -20,7 +20,7 @@ from ..comm.axes import kind_of
 from .alias import roots, sources, writes
 from .nested import Call, call_of
 from .node_kinds import is_ours
-from .node_text import Given, Written
+from .node_text import Argument, NodeText
 from .program import Program, tensor_of
 from .value_numbers import Numbers, number
 
@@ -32,14 +32,14 @@ _PLACES = (
 _JOINED = (*_PLACES, "tensors")  # of torch's operations: how many are joined is counted by `_Reads.joined`
 
 
-class OfRows(NamedTuple):
+class LocalNumbers(NamedTuple):
     """The numbers of a step's values along one axis, and which of these values must be the same; see above."""
 
     numbers: dict[Node, int]
     compared: set[Node]
 
 
-def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRows]:
+def formulas(program: Program, nodes: Mapping[Node, NodeText]) -> dict[str, LocalNumbers]:
     """Return, for each axis of several ranks, the numbers of all values of a training step, and those that its new
     state follows from.
 
@@ -54,7 +54,7 @@ def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRow
     for x in program.batch_placeholders:
         value = tensor_of(x)
         names[x] = number("rows", "" if value is None else f"{list(value.shape)} {value.dtype}")
-    found: dict[str, OfRows] = {}
+    found: dict[str, LocalNumbers] = {}
     texts: dict[bool, dict[Node, str]] = {}  # by whether sizes count
     for axis in axes:
         sizes = not kind_of(axis).slices
@@ -62,11 +62,11 @@ def formulas(program: Program, nodes: Mapping[Node, Written]) -> dict[str, OfRow
             texts[sizes] = {node: _text(node, x, sizes) for node, x in nodes.items()}
         numbers: dict[Node, int] = {}
         _NumbersOfRows(program, axis, texts[sizes], numbers, reads).follow(program.gm, names)
-        found[axis] = OfRows(numbers, reads.needed)
+        found[axis] = LocalNumbers(numbers, reads.needed)
     return found
 
 
-def _text(node: Node, what: Written, sizes: bool) -> str:
+def _text(node: Node, what: NodeText, sizes: bool) -> str:
     """Return a node as text, without places. `sizes`: whether whole numbers and constants count."""
     if node.op == "get_attr" and not sizes:
         return "a constant"
@@ -75,8 +75,8 @@ def _text(node: Node, what: Written, sizes: bool) -> str:
         left_out = ("1",)  # which piece of a split
     given = [x for x in what.given if x.name not in left_out]
     if not sizes:
-        given = [Given(x.name, x.value, "sizes") if _are_sizes(x.value) else x for x in given]
-    return Written(what.name, given, what.shape).text()
+        given = [Argument(x.name, x.value, "sizes") if _are_sizes(x.value) else x for x in given]
+    return NodeText(what.name, given, what.shape).text()
 
 
 class _NumbersOfRows(Numbers):
@@ -100,7 +100,7 @@ class _NumbersOfRows(Numbers):
 class _Reads:
     """What counts of the inputs of nodes. `needed`: the values that the new state follows from."""
 
-    def __init__(self, program: Program, nodes: Mapping[Node, Written]) -> None:
+    def __init__(self, program: Program, nodes: Mapping[Node, NodeText]) -> None:
         self._nodes = nodes
         batch = set(program.batch_placeholders)
         self._of_state: set[Node] = set()

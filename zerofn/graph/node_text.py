@@ -25,7 +25,7 @@ ops, aten = torch.ops.zerofn, torch.ops.aten
 _NOT_COMPARED = ("group", "rank", "place", "own", "number")
 
 
-class Given(NamedTuple):
+class Argument(NamedTuple):
     """An argument: its name in the schema, its value, and the value as text."""
 
     name: str
@@ -33,11 +33,11 @@ class Given(NamedTuple):
     text: str
 
 
-class Written(NamedTuple):
+class NodeText(NamedTuple):
     """An operation's name, its arguments, and its result's shape where that is all that it makes."""
 
     name: str
-    given: Sequence[Given] = ()
+    given: Sequence[Argument] = ()
     shape: str = ""
 
     def text(self) -> str:
@@ -45,7 +45,7 @@ class Written(NamedTuple):
         return f"{self.name}({', '.join(f'{x.name}={x.text}' for x in self.given)}){self.shape}"
 
 
-def written(program: Program) -> dict[Node, Written]:
+def written(program: Program) -> dict[Node, NodeText]:
     """Return what each node of a step and of the bodies in it is."""
     write = _Writer(program)
     return {node: write(node) for gm in graphs_of(program.gm) for node in gm.graph.nodes}
@@ -81,21 +81,21 @@ class _Writer:
         self._flat: dict[Node, Unit] = {whole: found[shard] for whole, shard in wholes.items()}  # gathered units
         self._shards = found
 
-    def __call__(self, node: Node) -> Written:
+    def __call__(self, node: Node) -> NodeText:
         if node.op in ("placeholder", "output"):
-            return Written("")
+            return NodeText("")
         if node.op == "get_attr":
-            return Written(_constant(node))
+            return NodeText(_constant(node))
         if leaf := self._leaf(node):
-            return Written(leaf)
+            return NodeText(leaf)
         order = {x: k for k, x in enumerate(node.all_input_nodes)}
         named = _named(node)
         draws = "key" in named and traits(node).on_shard is not OnShard.MAKES  # noise of shards has their places
         if is_ours(node) and not draws:  # whole numbers of ours say where this rank's shard or slice lies
             named = {name: value for name, value in named.items() if _is_told(value)}
-        given = [Given(k, x, self._value(x, order)) for k, x in named.items() if k not in _NOT_COMPARED]
+        given = [Argument(k, x, self._value(x, order)) for k, x in named.items() if k not in _NOT_COMPARED]
         value = tensor_of(node) if traits(node).on_shard is OnShard.SHAPE else None
-        return Written(name_of(node), given, "" if value is None else self._value(list(value.shape), {}))
+        return NodeText(name_of(node), given, "" if value is None else self._value(list(value.shape), {}))
 
     def _leaf(self, node: Node) -> str:
         """Return which leaf of a gathered unit a node takes from its flat buffer; "" if it does something else. Where

@@ -20,7 +20,7 @@ from .same_graph import Outline
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedInput:
     """What a graph is captured for in a `Sharded`: its spec, and how its shards are stored."""
 
     spec: Spec
@@ -33,18 +33,18 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatTree:
     """The structure of a tree whose tensors are in a flat list: `of` makes both, and `spread` is the inverse.
 
     A `Sharded` is one node; its tensors are the parts that store its shards.
     """
 
     treedef: tree.PyTreeSpec
-    nodes: tuple[Any, ...]  # for each node: a `Cut` for a `Sharded`, None for a tensor, (value,) for another leaf
+    nodes: tuple[Any, ...]  # for each node: a `ShardedInput`, None for a tensor, (value,) for another leaf
     names: tuple[str, ...]  # for each tensor: its key path
 
     @staticmethod
-    def of(value: Any) -> tuple[Flat, list[Tensor]]:
+    def of(value: Any) -> tuple[FlatTree, list[Tensor]]:
         """Return a tree's structure and its tensors, in order."""
         paths, leaves, treedef = tree.flatten_with_path(value, is_leaf=is_sharded)
         tensors: list[Tensor] = []
@@ -53,7 +53,7 @@ class Flat:
         for path, leaf in zip(paths, leaves, strict=True):
             name = tree.name_of(path)
             if is_sharded(leaf):
-                nodes.append(Cut(leaf.spec, tuple(x.storage for x in leaf.stored)))
+                nodes.append(ShardedInput(leaf.spec, tuple(x.storage for x in leaf.stored)))
                 tensors.extend(leaf.parts)
                 names.extend(
                     f"{name}[{u.name!r}]{part.suffix}"
@@ -66,7 +66,7 @@ class Flat:
                 names.append(name)
             else:
                 nodes.append((leaf,))
-        return Flat(treedef, tuple(nodes), tuple(names)), tensors
+        return FlatTree(treedef, tuple(nodes), tuple(names)), tensors
 
     def encode(self, value: Any, old: Any, decoded: dict[int, tuple[Tensor, Stored]]) -> Any:
         """Return the tree `value` with its shards encoded as those of `old` are, in the same places on drives.
@@ -136,10 +136,10 @@ class Program:
     """
 
     gm: GraphModule
-    state: Flat
-    batch: Flat
-    new_state: Flat | None
-    aux: Flat
+    state: FlatTree
+    batch: FlatTree
+    new_state: FlatTree | None
+    aux: FlatTree
     num_state: int
     num_new: int
     # Position of a node of the state -> [first, stop) among the gathered copies.
@@ -192,7 +192,7 @@ class Program:
         nodes = self.placeholders
         for k, cut in enumerate(self.state.nodes):
             first, _ = self.full.get(k, (None, None))
-            if not isinstance(cut, Cut):
+            if not isinstance(cut, ShardedInput):
                 at += cut is None  # a plain tensor is one placeholder, another leaf is none
                 continue
             for i, (unit, storage) in enumerate(zip(cut.spec.layout.units, cut.storages, strict=True)):
@@ -205,7 +205,7 @@ class Program:
     @property
     def mesh(self) -> Mesh | None:
         """The mesh that the state is sharded over, or None for a state without a `Sharded`."""
-        return next((x.spec.mesh for x in self.state.nodes if isinstance(x, Cut)), None)
+        return next((x.spec.mesh for x in self.state.nodes if isinstance(x, ShardedInput)), None)
 
     @property
     def num_ranks(self) -> int:
@@ -224,12 +224,12 @@ class Program:
 
 
 def owners(nodes: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """Return, for each tensor of `Flat.nodes`: (spec, unit) of a shard's part, (None, None) for another tensor."""
+    """Return, for each tensor of `FlatTree.nodes`: (spec, unit) of a shard's part, (None, None) for another tensor."""
     out: list[tuple[Any, Any]] = []
     for cut in nodes:
         if cut is None:
             out.append((None, None))
-        elif isinstance(cut, Cut):
+        elif isinstance(cut, ShardedInput):
             for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
                 out += [(cut.spec, unit)] * storage.num_parts
     return out

@@ -19,7 +19,7 @@ from .alias import roots, touches
 from .liveness import KINDS, Live, memory_bytes, tensors_of
 from .nested import call_of, graphs_of
 from .node_kinds import ASIDE, argument
-from .program import Cut, Program, tensor_of
+from .program import Program, ShardedInput, tensor_of
 
 ops = torch.ops.zerofn
 
@@ -44,7 +44,7 @@ def resident(program: Program) -> Resident:
     for cut in program.state.nodes:
         if cut is None:
             device["state"] += memory_bytes(next(placeholders).meta["val"])
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, ShardedInput):
             continue
         for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
             start, stop = cut.spec.bounds(unit)
@@ -67,7 +67,7 @@ def resident(program: Program) -> Resident:
     placements = [
         storage.placement
         for cut in program.state.nodes
-        if isinstance(cut, Cut)
+        if isinstance(cut, ShardedInput)
         for storage in cut.storages
         if storage.placement
     ]

@@ -139,7 +139,9 @@ class Segments:
         """Join the segments at boundaries that many bytes cross, and return each node's new segment."""
         made = {x: own for x, own in segment.items() if self._root[x] is x}
         spans = [
-            Span(own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]), self._is_saved(x))
+            LiveRange(
+                own, max(segment.get(n, own) for n in self.touched[x]), memory_bytes(x.meta["val"]), self._is_saved(x)
+            )
             for x, own in made.items()
         ]
         numbers = joined(spans, max(segment.values(), default=0) + 1)
@@ -182,7 +184,7 @@ FINER = 1.25
 STEP = 1.2  # the factor from one size of segments that `joined` tries to the next
 
 
-class Span(NamedTuple):
+class LiveRange(NamedTuple):
     """Memory that segment `made` makes and segment `used` uses last. `saved`: whether the backward pass reads it."""
 
     made: int
@@ -191,7 +193,7 @@ class Span(NamedTuple):
     saved: bool
 
 
-def joined(spans: Iterable[Span], count: int) -> list[int]:
+def joined(spans: Iterable[LiveRange], count: int) -> list[int]:
     """Return, for each of `count` segments, the number of the joined segment that it becomes part of.
 
     What crosses a boundary is saved, once, however many boundaries it crosses. Everything else is recomputed, one
@@ -208,7 +210,7 @@ def joined(spans: Iterable[Span], count: int) -> list[int]:
     return next(numbers for total, numbers in found if total <= FINER * min(found)[0])
 
 
-def _bytes(spans: Iterable[Span], count: int) -> tuple[np.ndarray, np.ndarray]:
+def _bytes(spans: Iterable[LiveRange], count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays [k, w] of bytes made in segment k - w: those used after segment k, and other saved ones."""
     crossing, inner = np.zeros((2, count, WIDE), dtype=np.int64)
     for x in spans:

@@ -20,14 +20,14 @@ from ..ops.registry import OnShard
 from .alias import roots, writes
 from .nested import Call, call_of
 from .node_kinds import traits
-from .node_text import Written, name_of
+from .node_text import NodeText, name_of
 from .own_values import axes_of_transfer
 from .program import Program
 
 ops = torch.ops.zerofn
 
 
-def expressions(program: Program, nodes: Mapping[Node, Written]) -> dict[str, dict[Node, int]]:
+def expressions(program: Program, nodes: Mapping[Node, NodeText]) -> dict[str, dict[Node, int]]:
     """Return, for each axis of several ranks, the number of each value; see above. Bodies are included.
 
     `nodes`: what each node is, from `written`.

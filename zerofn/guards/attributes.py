@@ -19,7 +19,7 @@ from torch import Tensor
 from ..sharding.sharded import is_sharded
 from ..util.classes import bases_of, held_by, is_dataclass, named
 from .tensors import SUMMED
-from .tokens import NOTHING, Same, plain
+from .tokens import NOTHING, ByIdentity, plain
 from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}
@@ -27,13 +27,13 @@ _WITH_VALUES = (str, bytes, float, complex, int)
 _PARTS = ("fget", "__func__", "func", "args", "keywords", "dispatcher", "__wrapped__")
 
 
-def told_by_value(value: Any) -> tuple[str, Same, str] | None:
+def told_by_value(value: Any) -> tuple[str, ByIdentity, str] | None:
     """Return the token of an enum's member, or of a number or text of a class of its own; None for other values."""
     if isinstance(value, enum.Enum):
-        return "value", Same(value), f"{type(value).__name__}.{value.name}"
+        return "value", ByIdentity(value), f"{type(value).__name__}.{value.name}"
     for kind in _WITH_VALUES:
         if isinstance(value, kind) and type(value) not in (kind, bool):
-            return "value", Same(type(value)), f"{type(value).__name__}({kind.__repr__(value)})"
+            return "value", ByIdentity(type(value)), f"{type(value).__name__}({kind.__repr__(value)})"
     return None
 
 

@@ -23,7 +23,7 @@ from .tokens import plain
 _item, _attribute = functools.cache(itemgetter), functools.cache(attrgetter)
 
 
-class Table:
+class HeldObjects:
     """Places with the objects that they held when they were noted. `hold` says whether they still do."""
 
     def __init__(self) -> None:

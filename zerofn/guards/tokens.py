@@ -13,7 +13,7 @@ from ..util.constants import EQUAL, TOLD_BY, NotConstant
 Facts = dict[str, Any]  # path -> a hashable token
 
 
-class Same:
+class ByIdentity:
     """A value compared by identity, and kept alive so that no other value gets its address."""
 
     __slots__ = ("value",)
@@ -22,7 +22,7 @@ class Same:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -104,7 +104,7 @@ def _word(token: Any) -> str:
         return text if len(text) <= 60 else f"{text[:57]}..."
     if token[0] == "function" and isinstance(token[1], CodeType):
         return f"a function ({token[1].co_name})"
-    value = next((x.value for x in token if isinstance(x, Same)), NOTHING)
+    value = next((x.value for x in token if isinstance(x, ByIdentity)), NOTHING)
     if value is NOTHING:
         return str(token[0])
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

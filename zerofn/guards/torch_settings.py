@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from .._torch_compat import modes_in_force, num_global_hooks
-from .tokens import Facts, Same, plain
+from .tokens import ByIdentity, Facts, plain
 
 _cuda, _backends = torch.backends.cuda, torch.backends
 _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (
@@ -71,5 +71,5 @@ def facts_of(settings: tuple[Any, ...]) -> Facts:
     """Return settings as facts."""
     found: Facts = {name: plain(value) for (name, _), value in zip(_GETTERS, settings, strict=False)}
     for k, mode in enumerate(settings[len(_GETTERS) :]):
-        found[f"torch's mode {k}"] = plain(mode) or ("mode", Same(mode))
+        found[f"torch's mode {k}"] = plain(mode) or ("mode", ByIdentity(mode))
     return found

@@ -48,9 +48,9 @@ from .attributes import (
     special_methods,
     told_by_value,
 )
-from .table import Table
+from .table import HeldObjects
 from .tensors import SUMMED, contents_of
-from .tokens import NOTHING, Facts, Same, plain
+from .tokens import NOTHING, ByIdentity, Facts, plain
 from .user_code import BY_STRING, is_users, of_user, reads_of, unchecked
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
@@ -74,7 +74,7 @@ class Walk:
 
     def __init__(self, skip: Iterable[str] = ()) -> None:
         self.facts: Facts = {}
-        self.places = Table()
+        self.places = HeldObjects()
         self.unsure: set[str] = set()
         self.moving: dict[str, Any] = {}
         self.left: list[str] = []
@@ -130,7 +130,7 @@ class Walk:
             try:
                 token = ("as", before[0]) if before[0] != path else self._token(value, path, how)
             except Exception:  # it is not what its class says
-                token = "object", Same(value)
+                token = "object", ByIdentity(value)
                 self.left.append(path)
         if how != FOUND:
             self.unsure.discard(path)
@@ -159,7 +159,7 @@ class Walk:
             return token
         if isinstance(value, nn.Module):
             self._later(self._module, value, path, how)
-            return "module", Same(type(value))
+            return "module", ByIdentity(type(value))
         by_value = told_by_value(value)
         if by_value is None and not isinstance(value, _CONTAINERS):
             return self._object(value, path, how)
@@ -176,7 +176,7 @@ class Walk:
         self.places.tensor(value)
         if isinstance(value, Tensor):
             self._open.append((value, path, {"requires_grad", *own_attributes(value)}))
-        return "tensor", Same(value), holds
+        return "tensor", ByIdentity(value), holds
 
     def _container(self, value: Any, path: str, how: int) -> Any:
         kind = "of length", len(value), type(value).__name__
@@ -192,7 +192,7 @@ class Walk:
                 if plain(x) is None:
                     self._later(self.visit, x, f"{path}: {shown(x)}", how)
         if unordered:
-            return (*kind, frozenset(plain(x) or Same(x) for x in value))
+            return (*kind, frozenset(plain(x) or ByIdentity(x) for x in value))
         if keyed:
             self.places.contents(value.values())
         for key, x in value.items() if keyed else enumerate(value):
@@ -204,22 +204,22 @@ class Walk:
     def _object(self, value: Any, path: str, how: int) -> Any:
         if isinstance(value, type | ModuleType):
             self._by_name(value, path, how)
-            return "object", Same(value)
+            return "object", ByIdentity(value)
         users = of_user(type(value))
         if is_moving(value) and (how != FOUND or users or is_generator(value)):
             self.moving[path] = value
             if not users and not own_attributes(value):
-                return "object", Same(value)
+                return "object", ByIdentity(value)
         if how == FOUND and not (users or is_config(value) or isinstance(value, partial)):
             self.left.append(path)
-            return "object", Same(value)
+            return "object", ByIdentity(value)
         self._by_name(value, path, how)
         if is_config(value):
             self._later(self._whole, value, path, how)
-            return "config", Same(type(value))
+            return "config", ByIdentity(type(value))
         if how == ALL or not all(of_user(kind) or kind is object for kind in type(value).__mro__):
             self._later(self._whole, value, path, ALL if how == ALL else FOUND)
-        return "object", Same(type(value) if users or isinstance(value, partial) else value)
+        return "object", ByIdentity(type(value) if users or isinstance(value, partial) else value)
 
     def _by_name(self, value: Any, path: str, how: int) -> None:
         """See to it that those attributes of an object are read whose names occur in functions."""
@@ -291,7 +291,7 @@ class Walk:
                 if of_user(kind):
                     self.visit(x, f"{path}{part}")
                 else:
-                    self.facts[f"{path}{part}"] = "object", Same(x)
+                    self.facts[f"{path}{part}"] = "object", ByIdentity(x)
         if isinstance(found, _GIVEN) and not (parts and of_user(kind)):
             if not isinstance(value, type | ModuleType):
                 self._given(value, full, name)
@@ -377,7 +377,7 @@ class Walk:
         for kind in ("_parameters", "_buffers"):
             for name, x in attributes[kind].items():
                 if f"{path}.{name}" not in self._skip:
-                    self.facts[f"{path}.{name}"] = ("tensor", Same(x))
+                    self.facts[f"{path}.{name}"] = ("tensor", ByIdentity(x))
                     if isinstance(x, Tensor):
                         self._open.append((x, f"{path}.{name}", {"requires_grad", *own_attributes(x)}))
         for name, child in attributes["_modules"].items():

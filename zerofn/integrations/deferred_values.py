@@ -31,8 +31,8 @@ class Result(NamedTuple):
     k: int
 
 
-class Slot(NamedTuple):
-    """What was read of an object before the step wrote there; see `Program`."""
+class ReadBefore(NamedTuple):
+    """What was read of an object before the step wrote there; see `DeferredProgram`."""
 
     k: int
 
@@ -75,7 +75,7 @@ def found_at(host: Any, path: Sequence[tuple[bool, Any]]) -> Any:
     return host
 
 
-class Program(NamedTuple):
+class DeferredProgram(NamedTuple):
     """What a run of the step does to its host: expressions to evaluate in order, each with the slot that its value
     goes to, if any. `numbers`: the results of which only the number is asked.
     """
@@ -93,7 +93,7 @@ class Program(NamedTuple):
 
 
 def number_of(x: Any) -> Any:
-    """Return a tensor's number; `Program.run` may have been given that already."""
+    """Return a tensor's number; `DeferredProgram.run` may have been given that already."""
     return x.item() if isinstance(x, Tensor) else x
 
 
@@ -104,7 +104,7 @@ def _value(x: Any, host: Any, results: Sequence[Any], slots: Mapping[int, Any]) 
     kind = type(x)
     if kind is Result:
         return results[x.k]
-    if kind is Slot:
+    if kind is ReadBefore:
         return slots[x.k]
     if kind is At:
         return found_at(host, x.path)
@@ -162,7 +162,7 @@ class Later:
     @property
     def reads_host(self) -> bool:
         """Whether it depends on what the host has."""
-        return any(type(x) in (Slot, At) for x in parts_of(self))
+        return any(type(x) in (ReadBefore, At) for x in parts_of(self))
 
     def item(self) -> Later:
         """Return its number."""
@@ -293,7 +293,7 @@ def combined(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     """
     leaves = list(parts_of([*args, *kwargs.values()]))
     values = [x for x in leaves if isinstance(x, Tensor)]
-    reads_host = any(type(x) in (Slot, At) for x in leaves)
+    reads_host = any(type(x) in (ReadBefore, At) for x in leaves)
     written = isinstance(args[0] if args else None, Tensor) and writes(function, kwargs)
     if written or any(x.requires_grad for x in values) or (values and not reads_host):
         return function(*map(now_of, args), **{k: now_of(v) for k, v in kwargs.items()})
@@ -313,7 +313,9 @@ def taken_from(x: Later) -> Any:
     return known.args[0].x if type(known) is Done and type(known.args[0]) is Traced else x.now()
 
 
-def lowered(lines: Sequence[tuple[int | None, Any]], place: Callable[[Any], Any]) -> tuple[Program, tuple[Tensor, ...]]:
+def lowered(
+    lines: Sequence[tuple[int | None, Any]], place: Callable[[Any], Any]
+) -> tuple[DeferredProgram, tuple[Tensor, ...]]:
     """Return (the program of some lines, the results it takes). `place(x)`: where the host has what stands for it."""
     results: dict[int, Tensor] = {}
     tensors: set[int] = set()
@@ -337,12 +339,12 @@ def lowered(lines: Sequence[tuple[int | None, Any]], place: Callable[[Any], Any]
             return Done(x.function, tuple(map(lower, x.args)), {k: lower(v) for k, v in x.kwargs.items()})
         if kind is Either:
             return Either(*map(lower, x))
-        return x if kind in (At, Slot) else mapped(lower, x)
+        return x if kind in (At, ReadBefore) else mapped(lower, x)
 
     found = [(slot, lower(x)) for slot, x in lines]
-    used = {part.k for _, x in found for part in parts_of(x) if type(part) is Slot}
+    used = {part.k for _, x in found for part in parts_of(x) if type(part) is ReadBefore}
     kept = tuple((slot, x) for slot, x in found if slot is None or slot in used)
-    return Program(kept, tuple(sorted(numbers - tensors))), tuple(x.detach() for x in results.values())
+    return DeferredProgram(kept, tuple(sorted(numbers - tensors))), tuple(x.detach() for x in results.values())
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .conditional_expressions import functions_of, may_change, named_by_users, reached, replaced, rewritten, stored_by
-from .deferred_values import Program
+from .deferred_values import DeferredProgram
 from .recording import FOLLOWED, WRITTEN, Recording, is_of_no_library
 
 
@@ -47,7 +47,7 @@ class Effects:
         around: Sequence[str] = (),
     ) -> None:
         self.host, self.method, self.replayed = host, method, frozenset(replayed)
-        self._programs: dict[Any, tuple[str, Program]] = {}
+        self._programs: dict[Any, tuple[str, DeferredProgram]] = {}
         vars(self)[WRITTEN] = frozenset(vars(self))  # no step is captured anew for what is kept here
         kinds = type(host).__mro__
         self.kinds = kinds[: kinds.index(base)]

@@ -20,7 +20,7 @@ from .torch_optimizers import translated
 ScalarOrSchedule = float | optim.Schedule  # `inject_hyperparams` looks for this name
 
 
-class Groups:
+class ParamGroups:
     """The groups of a torch optimizer, which keeps its hyperparameters and schedulers, and nothing else.
 
     `source`: the method that made it, for errors. `tx`: their transformation. `learns(name)`: whether the optimizer
@@ -38,7 +38,7 @@ class Groups:
         source: str,
         clip: Any = None,
         others_too: bool = False,
-        before: Groups | None = None,
+        before: ParamGroups | None = None,
     ) -> None:
         self._optimizer, self._source = optimizer, source
         if not isinstance(optimizer.state, NoMoments):
@@ -171,7 +171,7 @@ class Groups:
                 found.add(key)
         return found
 
-    def renewed(self, opt_state: Any) -> Groups:
+    def renewed(self, opt_state: Any) -> ParamGroups:
         """Return the groups as the optimizer has them now. `with_moments` of them takes the moments of this state."""
         found = self._by_label(opt_state)
         self._moments |= {name: found[self._labels[name]].inner_state for name in self._trained}
@@ -179,7 +179,7 @@ class Groups:
         self._changing |= self._changed() if same else set()
         self._apart |= len(set(self._rates())) > 1
         module, source, clip, others_too = self._made_of
-        return Groups(self._optimizer, module, source, clip, others_too, self)
+        return ParamGroups(self._optimizer, module, source, clip, others_too, self)
 
     def with_moments(self, opt_state: Any) -> Any:
         """Return a state of `tx` with the moments of parameters that were trained before. All ranks must call it."""

@@ -17,11 +17,11 @@ from .asked_numbers import Asks
 from .conditional_expressions import stored_by
 from .deferred_values import (
     At,
+    DeferredProgram,
     Done,
     Either,
     Later,
-    Program,
-    Slot,
+    ReadBefore,
     apply,
     has_later,
     is_traced,
@@ -157,7 +157,7 @@ class Recording:
     def _slot(self, expression: Any, now: Callable[[], Any]) -> Later:
         self._slots += 1
         self._lines.append((self._slots - 1, expression))
-        return Later(Slot(self._slots - 1), now)
+        return Later(ReadBefore(self._slots - 1), now)
 
     def _concrete(self, path: Path, key: Any, value: Any) -> Any:
         if value is None:
@@ -260,7 +260,7 @@ class Recording:
             return taken_from(out)
         return mapped(self.plain, out)
 
-    def program(self) -> tuple[Program, tuple[Tensor, ...]]:
+    def program(self) -> tuple[DeferredProgram, tuple[Tensor, ...]]:
         """Return (what to do after each run, the results that takes)."""
         return lowered(self._lines, lambda x: At(known_of(x).path) if is_recorder(x) else x)
 

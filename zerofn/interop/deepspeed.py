@@ -13,7 +13,7 @@ import torch.distributed as dist
 import zerofn
 
 from ..util.arguments import checked
-from .deepspeed_file import BATCH, Block, check_keys, filled, read, shown
+from .deepspeed_file import BATCH, Section, check_keys, filled, read, shown
 from .deepspeed_keys import flat, row_of, turned_off
 from .deepspeed_optimizers import clipped, optimizer_of
 
@@ -75,7 +75,7 @@ def from_deepspeed(
     _check_refused(given)
     if isinstance(given.get("zero_optimization"), bool):  # the oldest form
         given["zero_optimization"] = {"stage": int(given["zero_optimization"])}
-    top = Block(given, "")
+    top = Section(given, "")
     rows, num_microbatches = _batch(top, _ranks() if world is None else world)
     bf16, fp16 = top("bf16" if "bf16" in given else "bfloat16"), top("fp16")
     moments = "bf16" if bf16.flag("bf16_optimizer_states") else None
@@ -111,7 +111,7 @@ def _check_refused(config: Mapping[str, Any]) -> None:
             raise ValueError(f"from_deepspeed: {key}={shown(value)} has no counterpart. {row.what}")
 
 
-def _batch(top: Block, world: int) -> tuple[int | None, int]:
+def _batch(top: Section, world: int) -> tuple[int | None, int]:
     """Return (rows of one rank's batch, microbatches)."""
     whole, rows, steps = (top.number(name, None, 1, whole=True) for name in BATCH)
     if whole is None and rows is None:
@@ -132,14 +132,14 @@ def _batch(top: Block, world: int) -> tuple[int | None, int]:
     return rows * steps, steps
 
 
-def _stage(zero: Block) -> int:
+def _stage(zero: Section) -> int:
     stage = zero.number("stage", 0, 0, whole=True)
     if stage > 3:
         raise ValueError(f"from_deepspeed: zero_optimization.stage: expected 0, 1, 2 or 3, got {stage!r}.")
     return int(stage)
 
 
-def _precision(top: Block, bf16: Block, fp16: Block) -> Any:
+def _precision(top: Section, bf16: Section, fp16: Section) -> Any:
     """Return a name or a `Precision`: both dtypes at once, and two dtypes for one thing, are errors."""
     types = top("data_types")
     if bf16.flag("enabled") and fp16.flag("enabled"):
@@ -168,7 +168,7 @@ def _precision(top: Block, bf16: Block, fp16: Block) -> Any:
     return name if reduce in (None, torch.float32) else zerofn.Precision(torch.float32, compute, reduce)
 
 
-def _loss_scale(fp16: Block) -> Any:
+def _loss_scale(fp16: Section) -> Any:
     if not fp16.flag("enabled"):
         return None
     fixed = fp16.number("loss_scale", 0.0, 0.0)
@@ -182,7 +182,7 @@ def _loss_scale(fp16: Block) -> Any:
     )
 
 
-def _offload(zero: Block) -> Any:
+def _offload(zero: Section) -> Any:
     """Return an `Offload`, or None."""
     optimizer, params = zero("offload_optimizer"), zero("offload_param")
     tiers = {"none": None, "cpu": "cpu", "nvme": "nvme"}
@@ -206,7 +206,7 @@ def _offload(zero: Block) -> Any:
     return zerofn.Offload(where, other, path=paths[0] if paths else None, fraction=ratio)
 
 
-def _remat(block: Block) -> dict[str, Any]:
+def _remat(block: Section) -> dict[str, Any]:
     asked = block.flag("partition_activations") or block.flag("cpu_checkpointing")
     asked = asked or block.values.get("number_checkpoints") is not None
     return {"remat": "full"} if asked else {}

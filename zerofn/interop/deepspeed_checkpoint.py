@@ -26,7 +26,7 @@ import zerofn
 from ..util.arguments import checked
 from .adam import MOMENTS, names_of, params_of, with_moments
 from .tensor_pieces import Pieces, cut, first, numel
-from .torch_files import Count, Each, Flat, Named, Numbered, check_file, check_values
+from .torch_files import Count, Each, FlatTensor, Named, Numbered, check_file, check_values
 
 _LONGEST = 4096  # bytes of a folder's name
 _SHAPES = Named(Each(Count))
@@ -39,8 +39,9 @@ _MODEL = {
     "global_steps?": Count, "skipped_steps?": Count,
 }  # fmt: skip
 _OPTIMIZER = {
-    "base_optimizer_state?": _STATES, "optimizer_state_dict?": _STATES, "single_partition_of_fp32_groups?": Each(Flat),
-    "fp32_flat_groups?": Each(Flat), "partition_count?": object, "param_alignment_paddings?": Each(Each(Count)),
+    "base_optimizer_state?": _STATES, "optimizer_state_dict?": _STATES,
+    "single_partition_of_fp32_groups?": Each(FlatTensor),
+    "fp32_flat_groups?": Each(FlatTensor), "partition_count?": object, "param_alignment_paddings?": Each(Each(Count)),
 }  # fmt: skip
 _STAGE_0 = {"state?": Numbered(_STATES["state"].of), "param_groups?": Each({"params": Each(int)})}
 _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
@@ -255,7 +256,9 @@ def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Map
             f"{what} has optimizer files of {world} ranks, and was saved by {counted}; copy it again."
         )
     for rank in ranks:
-        check_values(rank, {key: Each(Flat), _FP32[key]: {"state": Numbered(dict.fromkeys(_KINDS, Flat))}}, what)
+        check_values(
+            rank, {key: Each(FlatTensor), _FP32[key]: {"state": Numbered(dict.fromkeys(_KINDS, FlatTensor))}}, what
+        )
     check_values(model, {"param_shapes": Each(_SHAPES)}, what)
     states = [rank[_FP32[key]]["state"] for rank in ranks]
     flats: dict[str, list[list[Tensor]]] = {"params": [rank[key] for rank in ranks]}  # kind -> rank -> group
@@ -329,7 +332,7 @@ def _frozen(models: Sequence[Mapping[str, Any]], whole: bool, what: str) -> dict
     """What is not trained: cut over the ranks at stage 3, else in the module."""
     shapes = models[0].get("frozen_param_shapes") or {}
     if whole:
-        fragments = dict.fromkeys(shapes, Flat)
+        fragments = dict.fromkeys(shapes, FlatTensor)
         for model in models if shapes else []:
             check_values(model, {"frozen_param_fragments": fragments}, what)
         return {

@@ -114,7 +114,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-class Block:
+class Section:
     """A part of a configuration, read by name: what is there has a type, and DeepSpeed's default where it is not."""
 
     def __init__(self, values: Any, name: str) -> None:
@@ -122,10 +122,10 @@ class Block:
             raise ValueError(f"{WHERE}: {name}: expected a JSON object, {{...}}, got {values!r}.")
         self.values, self.name = values, name
 
-    def __call__(self, name: str) -> Block:
+    def __call__(self, name: str) -> Section:
         """A block inside this one; empty if it is not there."""
         value = self.values.get(name)
-        return Block({} if value is None else value, f"{self.name}.{name}" if self.name else name)
+        return Section({} if value is None else value, f"{self.name}.{name}" if self.name else name)
 
     def number(self, name: str, default: Any, least: float | None = None, whole: bool = False) -> Any:
         """A number. Raises `ValueError` for anything else, and for one below `least`."""
@@ -191,7 +191,7 @@ def check_keys(config: Mapping[str, Any], above: str = "") -> None:
     """Raise `ValueError` for a key that DeepSpeed does not have, which it may ignore itself, and for a value that is
     not of its key's kind. null stands for the default of any key.
     """
-    block = Block(config, above)
+    block = Section(config, above)
     for name, value in config.items():
         key = f"{above}.{name}" if above else str(name)
         row = row_of(key)

@@ -10,7 +10,7 @@ import torch
 import zerofn
 
 from .. import optim
-from .deepspeed_file import Block, is_number, shown
+from .deepspeed_file import Section, is_number, shown
 from .deepspeed_schedules import schedule_of
 
 _IGNORED = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")  # how, not what
@@ -25,7 +25,7 @@ _REFUSED = {
 }
 
 
-def optimizer_of(config: Block, moments: str | None) -> tuple[Any, Any]:
+def optimizer_of(config: Section, moments: str | None) -> tuple[Any, Any]:
     """Return (transformation, learning rate) that `optimizer`, `scheduler` and `gradient_clipping` say.
 
     `moments`: their format. Raises `ValueError` for an optimizer or a parameter that has no counterpart.
@@ -57,20 +57,20 @@ def clipped(tx: Any, norm: float) -> Any:
     return optim.chain(optim.clip_by_global_norm(norm), tx) if norm else tx
 
 
-def _betas(params: Block, default: tuple[float, float]) -> tuple[float, float]:
+def _betas(params: Section, default: tuple[float, float]) -> tuple[float, float]:
     value = params.values.get("betas", default)
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(is_number(x) and 0 <= x < 1 for x in value)):
         raise ValueError(f"from_deepspeed: {params.name}.betas: expected two numbers from 0 to 1, got {shown(value)}.")
     return float(value[0]), float(value[1])
 
 
-def _must_be(params: Block, name: str, wanted: Any, why: str) -> None:
+def _must_be(params: Section, name: str, wanted: Any, why: str) -> None:
     if params.values.get(name, wanted) != wanted:
         raise ValueError(f"from_deepspeed: {params.name}.{name}={params.values[name]!r}: {why}.")
 
 
-def _adam(decoupled: bool) -> Callable[[Block, Any, str | None], Any]:
-    def make(params: Block, rate: Any, moments: str | None) -> Any:
+def _adam(decoupled: bool) -> Callable[[Section, Any, str | None], Any]:
+    def make(params: Section, rate: Any, moments: str | None) -> Any:
         params.only("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", *_IGNORED)
         _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
         _must_be(params, "bias_correction", True, "moments are always corrected here")
@@ -84,13 +84,13 @@ def _adam(decoupled: bool) -> Callable[[Block, Any, str | None], Any]:
     return make
 
 
-def _lion(params: Block, rate: Any, moments: str | None) -> Any:
+def _lion(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "betas", "weight_decay", *_IGNORED)
     b1, b2 = _betas(params, (0.9, 0.99))
     return optim.lion(rate, b1, b2, params.number("weight_decay", 0.0, 0.0), moments=moments)
 
 
-def _sgd(params: Block, rate: Any, moments: str | None) -> Any:
+def _sgd(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize", *_IGNORED)
     _must_be(params, "dampening", 0, "dampening has no counterpart")
     _must_be(params, "maximize", False, "return the loss with its sign changed")
@@ -99,7 +99,7 @@ def _sgd(params: Block, rate: Any, moments: str | None) -> Any:
     return optim.sgd(rate, momentum or None, nesterov, decay, moments=moments if momentum else None)
 
 
-def _rmsprop(params: Block, rate: Any, moments: str | None) -> Any:
+def _rmsprop(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize", *_IGNORED)
     _must_be(params, "maximize", False, "return the loss with its sign changed")
     _plain_moments("RMSprop", moments)
@@ -115,7 +115,7 @@ def _rmsprop(params: Block, rate: Any, moments: str | None) -> Any:
     return optim.chain(optim.add_decayed_weights(decay), tx) if decay else tx
 
 
-def _adagrad(params: Block, rate: Any, moments: str | None) -> Any:
+def _adagrad(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize", *_IGNORED)
     _must_be(params, "lr_decay", 0, "write a schedule")
     _must_be(params, "maximize", False, "return the loss with its sign changed")
@@ -141,7 +141,7 @@ def _plain_moments(name: str, moments: str | None) -> None:
 
 
 # name -> (DeepSpeed's learning rate, what makes it)
-_OPTIMIZERS: dict[str, tuple[float, Callable[[Block, Any, str | None], Any]]] = {
+_OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, str | None], Any]]] = {
     "Adam": (1e-3, _adam(decoupled=False)),
     "AdamW": (1e-3, _adam(decoupled=True)),
     "Lion": (1e-4, _lion),

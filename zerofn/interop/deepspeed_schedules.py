@@ -15,10 +15,10 @@ from torch import Tensor
 
 from .. import optim
 from ..optim import Schedule
-from .deepspeed_file import Block
+from .deepspeed_file import Section
 
 
-def schedule_of(block: Block, lr: float) -> Schedule | float:
+def schedule_of(block: Section, lr: float) -> Schedule | float:
     """Return the learning rate that `scheduler` says; `lr`, the optimizer's, where there is none.
 
     Raises `ValueError` for a schedule or a parameter that DeepSpeed does not have.
@@ -29,18 +29,18 @@ def schedule_of(block: Block, lr: float) -> Schedule | float:
     return make(block("params"), lr)
 
 
-def _warmup(params: Block, lr: float) -> Schedule:
+def _warmup(params: Section, lr: float) -> Schedule:
     params.only("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
     return optim.warmup_lr(*_rise(params, lr))
 
 
-def _warmup_decay(params: Block, lr: float) -> Schedule:
+def _warmup_decay(params: Section, lr: float) -> Schedule:
     names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
     params.only("total_num_steps", *names)
     return optim.warmup_decay_lr(_total(params), *_rise(params, lr))
 
 
-def _rise(params: Block, lr: float) -> tuple[float, float, int, str]:
+def _rise(params: Section, lr: float) -> tuple[float, float, int, str]:
     _from_the_start(params)
     low = params.number("warmup_min_lr", 0.0, 0.0)
     high = params.number("warmup_max_lr", lr, 0.0)
@@ -48,13 +48,13 @@ def _rise(params: Block, lr: float) -> tuple[float, float, int, str]:
     return low, high, steps, params.word("warmup_type", ("log", "linear"), "log")
 
 
-def _total(params: Block) -> int:
+def _total(params: Section) -> int:
     if "total_num_steps" not in params.values:
         raise ValueError(f"from_deepspeed: {params.name}.total_num_steps is missing; it has no default.")
     return int(params.number("total_num_steps", None, 1, whole=True))
 
 
-def _from_the_start(params: Block) -> None:
+def _from_the_start(params: Section) -> None:
     if params.number("last_batch_iteration", -1) != -1:
         raise ValueError(
             f"from_deepspeed: {params.name}.last_batch_iteration: a schedule counts the state's own updates; load a "
@@ -62,7 +62,7 @@ def _from_the_start(params: Block) -> None:
         )
 
 
-def _warmup_cosine(params: Block, lr: float) -> Schedule:
+def _warmup_cosine(params: Section, lr: float) -> Schedule:
     names = ("warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type", "last_batch_iteration")
     params.only("total_num_steps", *names)
     _from_the_start(params)
@@ -81,7 +81,7 @@ def _warmup_cosine(params: Block, lr: float) -> Schedule:
     return Schedule("deepspeed_warmup_cosine_lr", (total, low, steps, end, kind, lr), fn)
 
 
-def _one_cycle(params: Block, lr: float) -> Schedule:
+def _one_cycle(params: Section, lr: float) -> Schedule:
     cycle_names = ("cycle_first_step_size", "cycle_second_step_size", "cycle_first_stair_count")
     lr_names = ("cycle_second_stair_count", "decay_step_size", "cycle_min_lr", "cycle_max_lr", "decay_lr_rate")
     momentum = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate", "last_batch_iteration")
@@ -106,7 +106,7 @@ def _one_cycle(params: Block, lr: float) -> Schedule:
     return Schedule("deepspeed_one_cycle", (low, high, rate, size, *_shape(params)), fn)
 
 
-def _shape(params: Block) -> tuple[float, float, int, int]:
+def _shape(params: Section) -> tuple[float, float, int, int]:
     first = params.number("cycle_first_step_size", 2000.0)
     second = params.number("cycle_second_step_size", first)
     for name, value in (("cycle_first_step_size", first), ("cycle_second_step_size", second)):
@@ -116,7 +116,7 @@ def _shape(params: Block) -> tuple[float, float, int, int]:
     return first, second, stairs, params.number("cycle_second_stair_count", stairs, 0, whole=True)
 
 
-def _cycle(params: Block) -> tuple[Callable[[Tensor], Tensor], float]:
+def _cycle(params: Section) -> tuple[Callable[[Tensor], Tensor], float]:
     """Return (height of the cycle at a count, from 0 to 1; the counts of a cycle)."""
     first, second, *stairs = _shape(params)
     total = first + second
@@ -130,7 +130,7 @@ def _cycle(params: Block) -> tuple[Callable[[Tensor], Tensor], float]:
     return height, total
 
 
-def _range_test(params: Block, lr: float) -> Schedule:
+def _range_test(params: Section, lr: float) -> Schedule:
     names = ("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate", "lr_range_test_staircase")
     params.only(*names, "last_batch_iteration")
     _from_the_start(params)
@@ -143,7 +143,7 @@ def _range_test(params: Block, lr: float) -> Schedule:
     return Schedule("deepspeed_lr_range_test", (low, rate, size, stairs), fn)
 
 
-_SCHEDULES: dict[str, Callable[[Block, float], Any]] = {
+_SCHEDULES: dict[str, Callable[[Section, float], Any]] = {
     "WarmupLR": _warmup,
     "WarmupDecayLR": _warmup_decay,
     "WarmupCosineLR": _warmup_cosine,

@@ -41,7 +41,7 @@ class Count:
     """A whole number of 0 or more, of 64 bits."""
 
 
-class Flat:
+class FlatTensor:
     """A tensor of one dim, in memory."""
 
 
@@ -99,7 +99,7 @@ def check_values(value: Any, shape: Any, what: str, at: str = "") -> None:
     elif shape is Count:
         is_one = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
         _check(is_one, "a whole number of 0 or more", value, what, at)
-    elif shape is Flat:
+    elif shape is FlatTensor:
         is_one = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta and value.ndim == 1
         _check(is_one, "a tensor of one dim", value, what, at)
     else:

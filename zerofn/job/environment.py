@@ -20,7 +20,7 @@ _LAUNCHERS = (
 _PORTS = range(16384, 32768)  # below those that Linux draws from for connections
 
 
-class Launch(NamedTuple):
+class PlaceInJob(NamedTuple):
     """This process's place in a job. `address`: (host, port) where rank 0 listens, or the launcher's agent if that
     holds the job's store.
     """
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
     agent_holds_store: bool = False
 
 
-def launch_of(environ: Mapping[str, str]) -> Launch | None:
+def launch_of(environ: Mapping[str, str]) -> PlaceInJob | None:
     """Return what the environment says; None for a process that was started alone.
 
     Raises `RuntimeError` for one of several ranks whose environment does not say where rank 0 listens.
@@ -45,7 +45,7 @@ def launch_of(environ: Mapping[str, str]) -> Launch | None:
         if size == 1 and (launcher != "torchrun" or "MASTER_ADDR" not in environ):
             return None
         agent = launcher == "torchrun" and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return Launch(launcher, rank, size, local, _address(launcher, size, environ), agent)
+        return PlaceInJob(launcher, rank, size, local, _address(launcher, size, environ), agent)
     return None
 
 

@@ -22,7 +22,7 @@ SECONDS = 1.0  # between two looks at the store
 ENDS_BY_ITSELF = ("", "gloo", "fake")  # backends whose transfers end when a rank is gone
 
 
-class Watch:
+class FailureWatch:
     """`failure`: what another rank has said, once this thread has heard it and aborted the groups."""
 
     def __init__(self) -> None:
@@ -63,6 +63,6 @@ class Watch:
         self._over = None
 
 
-def watch() -> Watch:
+def watch() -> FailureWatch:
     """Return the process's watch."""
-    return the(Watch)
+    return the(FailureWatch)

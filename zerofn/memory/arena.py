@@ -42,7 +42,7 @@ class Arenas:
         return number
 
 
-class Request(Reader, Protocol):
+class ReadingTransfer(Reader, Protocol):
     """A transfer that reads from an arena."""
 
     def wait(self) -> Any:
@@ -55,7 +55,7 @@ class Arena:
     def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
         self.nbytes, self.device = pages(nbytes), device
         self._memory: Tensor | None = None
-        self._leaving: list[tuple[int, int, Request]] = []  # [start, stop) is being written from
+        self._leaving: list[tuple[int, int, ReadingTransfer]] = []  # [start, stop) is being written from
         self.number = the(Arenas).add(self)
 
     def part(self, start: int, nbytes: int) -> Tensor:
@@ -91,7 +91,7 @@ class Arena:
         """Return whether `x` is in this arena."""
         return self._memory is not None and 0 <= x.data_ptr() - self._memory.data_ptr() < self.nbytes
 
-    def leave(self, x: Tensor, nbytes: int, request: Request) -> None:
+    def leave(self, x: Tensor, nbytes: int, request: ReadingTransfer) -> None:
         """Note that `x`, which is in this arena, is being written to a drive."""
         assert self._memory is not None
         start = x.data_ptr() - self._memory.data_ptr()
@@ -141,7 +141,7 @@ def empty(size: int, dtype: torch.dtype, device: torch.device, place: Sequence[i
     return memory_at(place, size * dtype.itemsize).view(dtype)
 
 
-def end(request: Request) -> None:
+def end(request: ReadingTransfer) -> None:
     """Wait for a write, perhaps of another state. A failure is raised by its store, at every later request."""
     with contextlib.suppress(DiskError):
         request.wait()

@@ -10,19 +10,19 @@ from torch import Tensor
 from ..util.process import the
 
 
-class Given(dict[int, tuple[weakref.ref[Tensor], str]]):
+class Donated(dict[int, tuple[weakref.ref[Tensor], str]]):
     """The donated tensors that still exist, by id, and why they cannot be used."""
 
 
 def give(x: Tensor, why: str) -> None:
     """From now on `check` raises `why` for this very tensor."""
-    key, given = id(x), the(Given)
+    key, given = id(x), the(Donated)
     given[key] = weakref.ref(x, lambda _: given.pop(key, None)), why
 
 
 def reason(tensors: Iterable[Tensor]) -> str | None:
     """Return why one of these tensors can no longer be used; None if all can."""
-    given = the(Given)
+    given = the(Donated)
     if not given:  # nearly always: callers drop a donated state
         return None
     for x in tensors:

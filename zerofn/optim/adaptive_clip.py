@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves
+from ..sharded_math.axis_reductions import Kept, LeafSums, axis_scale, axis_squares, groups_of, logical_leaves
 from . import checks
 from .base import About, EmptyState, GradientTransformation, no_state
 
@@ -43,7 +43,7 @@ def adaptive_grad_clip(
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ...] | None) -> list[Group]:
+def _groups(leaves: tuple[tuple[str, tuple[int, ...]], ...], axes: tuple[int, ...] | None) -> list[LeafSums]:
     return groups_of([shape for _, shape in leaves], [[_kept(name, shape, axes)] for name, shape in leaves])
 
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from .. import tree
 from ..ops import runs as _runs  # noqa: F401  (defines zerofn::fill_runs)
-from ..sharded_math.axis_reductions import Group, Kept, axis_scale, axis_squares, groups_of, logical_leaves, num_columns
+from ..sharded_math.axis_reductions import (
+    Kept,
+    LeafSums,
+    axis_scale,
+    axis_squares,
+    groups_of,
+    logical_leaves,
+    num_columns,
+)
 from ..util.arguments import checked
 from . import checks
 from .base import About, GradientTransformation, count_zero
@@ -86,7 +94,7 @@ def scale_by_factored_rms(
 
 
 @functools.lru_cache(maxsize=64)
-def _groups(shapes: tuple[tuple[int, ...], ...], least: int) -> list[Group]:
+def _groups(shapes: tuple[tuple[int, ...], ...], least: int) -> list[LeafSums]:
     return groups_of(shapes, [_kept(shape, least) for shape in shapes])
 
 
@@ -102,14 +110,14 @@ def _kept(shape: tuple[int, ...], least: int) -> list[Kept]:
     return [tuple(d != off for d in range(len(shape))) for off in (order[-1], order[-2])]
 
 
-def _means(squares: Tensor, groups: Sequence[Group]) -> Tensor:
+def _means(squares: Tensor, groups: Sequence[LeafSums]) -> Tensor:
     """Divide sums of squares [numbers] by their numbers of terms."""
     ends = [g.column + g.numel for g in groups]
     terms = ops.fill_runs(squares, [g.column for g in groups], ends, [float(g.terms) for g in groups])
     return squares / terms
 
 
-def _factors(v: Tensor, groups: Sequence[Group]) -> Tensor:
+def _factors(v: Tensor, groups: Sequence[LeafSums]) -> Tensor:
     """Return the numbers [numbers] that gradients are multiplied by.
 
     Rows are relative to their mean, because the columns contain that mean, too.

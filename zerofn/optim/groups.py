@@ -11,19 +11,21 @@ from .base import GradientTransformation, Mask, step
 from .select import merge, select
 
 
-class Group(NamedTuple):
+class MaskedTransformation(NamedTuple):
     """A transformation, and the mask of the leaves that it updates."""
 
     tx: GradientTransformation
     keep: Mask
 
 
-def init_groups(groups: Sequence[Group], params: Any) -> list[Any]:
+def init_groups(groups: Sequence[MaskedTransformation], params: Any) -> list[Any]:
     """Return a state for each group."""
     return [tx.init(select(params, keep)) for tx, keep in groups]
 
 
-def update_groups(groups: Sequence[Group], grads: Any, states: Sequence[Any], params: Any) -> tuple[Any, list[Any]]:
+def update_groups(
+    groups: Sequence[MaskedTransformation], grads: Any, states: Sequence[Any], params: Any
+) -> tuple[Any, list[Any]]:
     """Return the updates of all leaves, each from its own group, and the groups' next states."""
     out, fresh = grads, []
     for (tx, keep), state in zip(groups, states, strict=True):
@@ -34,7 +36,7 @@ def update_groups(groups: Sequence[Group], grads: Any, states: Sequence[Any], pa
 
 
 def apply_groups(
-    groups: Sequence[Group],
+    groups: Sequence[MaskedTransformation],
     grads: Any,
     states: Sequence[Any],
     params: Any,

@@ -19,7 +19,7 @@ from ..sharding.sharded import is_sharded
 from .base import LeafInfo
 
 
-class Slot(NamedTuple):
+class TensorRuns(NamedTuple):
     """One tensor of a tree (a shard or a plain leaf), and its runs of equal constants."""
 
     place: int  # index among the tree's flat tensors
@@ -43,7 +43,7 @@ def leaf_info(path: tree.Path, leaf: Tensor | Leaf) -> LeafInfo:
     return LeafInfo(tree.name_of(path), tuple(leaf.shape), leaf.dtype)
 
 
-def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slot]:
+def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[TensorRuns]:
     """Yield a slot for each flat tensor of `params`, in the order of `tree.leaves`.
 
     `constant(leaf)`: the constant of a logical leaf.
@@ -53,7 +53,7 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
     for path, node in zip(paths, nodes, strict=True):
         if not is_sharded(node):
             value = constant(leaf_info(path, node))
-            yield Slot(index, [(0, node.numel(), value)], 0, frozenset([value]))
+            yield TensorRuns(index, [(0, node.numel(), value)], 0, frozenset([value]))
             index += 1
             continue
         ask = partial(_ask, constant, path)
@@ -61,7 +61,7 @@ def slots(params: Any, constant: Callable[[LeafInfo], Hashable]) -> Iterator[Slo
             start, stop = node.spec.bounds(unit)
             known = {leaf.index: ask(leaf) for leaf in unit.leaves}
             runs = unit.runs(start, stop, lambda leaf, known=known: known[leaf.index])
-            yield Slot(index, runs, start, frozenset(known.values()))
+            yield TensorRuns(index, runs, start, frozenset(known.values()))
             index += 1
 
 
@@ -101,7 +101,7 @@ def spread(params: Any, constant: Callable[[LeafInfo], float]) -> Any:
     """
     leaves, treedef = tree.flatten(params)
 
-    def values(slot: Slot) -> Any:
+    def values(slot: TensorRuns) -> Any:
         starts, stops, constants = slot.columns
         if len(slot.among) <= 1:
             return next(iter(slot.among), 0.0)

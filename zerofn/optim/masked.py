@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import checks
 from .base import About, Fused, GradientTransformation, LeafInfo, Mask, rate_inside
-from .groups import Group, apply_groups, update_groups
+from .groups import MaskedTransformation, apply_groups, update_groups
 from .identity import identity
 from .select import select
 
@@ -35,7 +35,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """
     checks.transformation("masked", inner)
     checks.leaf_function("masked", "mask", mask)
-    groups = (Group(inner, mask), Group(identity(), lambda leaf: not mask(leaf)))
+    groups = (MaskedTransformation(inner, mask), MaskedTransformation(identity(), lambda leaf: not mask(leaf)))
     rest = identity().init(None)
 
     def init(params: Any) -> MaskedState:

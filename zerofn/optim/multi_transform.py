@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import checks
 from .base import About, Fused, GradientTransformation, LeafInfo, Mask
-from .groups import Group, apply_groups, init_groups, update_groups
+from .groups import MaskedTransformation, apply_groups, init_groups, update_groups
 
 
 class MultiTransformState(NamedTuple):
@@ -43,7 +43,7 @@ def multi_transform(
     for key, tx in transforms.items():
         checks.transformation(f"multi_transform: label {key!r}", tx)
     transforms = dict(transforms)
-    groups = [Group(tx, _keeper(transforms, labels, key)) for key, tx in transforms.items()]
+    groups = [MaskedTransformation(tx, _keeper(transforms, labels, key)) for key, tx in transforms.items()]
     rates = {key: tx.about.learning_rate for key, tx in transforms.items() if tx.about.learning_rate}
 
     def state_of(states: list[Any]) -> MultiTransformState:

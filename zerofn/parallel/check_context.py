@@ -51,7 +51,7 @@ class ForeignMask(ValueError):
     """Attention was given a mask."""
 
 
-class OfRows(ValueError):
+class NotPerToken(ValueError):
     """A model says something of a row, not of its tokens."""
 
 
@@ -103,7 +103,7 @@ class _Check:
             (self._plain,) = on_ranks(1, lambda _: self._run(copy.deepcopy(self._twin), {"input_ids": self._ids}))
             if not self._plain.out.isfinite().all():
                 raise NoTwin("its outputs are no finite numbers")
-        except OfRows:
+        except NotPerToken:
             raise
         except NoTwin as error:
             why = str(error)
@@ -161,7 +161,7 @@ class _Check:
         found = outputs_of(out)
         if not found or found[0].shape[:2] != ids.shape:
             shape = list(found[0].shape) if found else "nothing"
-            raise OfRows(
+            raise NotPerToken(
                 f"context: {self._name} returns {shape} for tokens {list(ids.shape)}, and a rank has parts of rows: "
                 "take a model that returns something for each token."
             )

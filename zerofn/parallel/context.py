@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..collectives.maps import AllGather, Linear, Same
+from ..collectives.maps import AllGather, CheckedSame, Linear
 from ..comm.axes import CONTEXT, TENSOR
 from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
@@ -170,7 +170,9 @@ def _of_parts(
         places = inputs.pop("position_ids")
         if axis.size > 1:
             # Adds nothing; if rows differ, all ranks raise.
-            (digest,) = Linear.apply(Same(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest)
+            (digest,) = Linear.apply(
+                CheckedSame(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest
+            )
             places = places + 0 * digest.unsqueeze(-1)
             if ways.padding is not None:
                 places = _counted_places(inputs["input_ids"], places, ways.padding, axis)

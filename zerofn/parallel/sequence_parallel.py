@@ -48,7 +48,7 @@ def refuse_outputs_of_layers(key: str, model: nn.Module) -> None:
     model.forward = run
 
 
-class Region:
+class TokenRegion:
     """Layers that follow one another, each of which hands its part of the tokens on to the next."""
 
     def __init__(self, key: str, layers: Mapping[str, nn.Module], axis: Axis) -> None:

@@ -29,7 +29,7 @@ from .heads import Attributes, change_numbers, check_matrices, check_numbers, is
 from .local_ranks import LOCAL
 from .plan import Slice, did_you_mean, of_matrix, slice_of
 from .plan_errors import Explained, Trail, check_attention, check_module, is_transposed
-from .sequence_parallel import Region, refuse_outputs_of_layers
+from .sequence_parallel import TokenRegion, refuse_outputs_of_layers
 from .shared_inputs import Varied, with_varied_parameters
 
 
@@ -115,7 +115,7 @@ class _Maker:
         self._grouped: dict[int, int] = {}  # module of attention -> heads of queries for one of keys, of all ranks
         self._regrouped: set[int] = set()
         self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
-        self._regions: list[Region] = []
+        self._regions: list[TokenRegion] = []
         self._head = getattr(model, "get_output_embeddings", lambda: None)()
         self._with_varied_parameters: set[str] = set()
         self._trail, self._words = Trail(), dict[str, Slice]()
@@ -163,7 +163,7 @@ class _Maker:
     def _region(self, key: str, names: list[str]) -> None:
         """Note layers that compute with parts of the tokens: those of one list follow one another."""
         for _, found in itertools.groupby(names, key=lambda name: name.rpartition(".")[0]):
-            self._regions.append(Region(key, {name: self._modules[name] for name in found}, self._axis))
+            self._regions.append(TokenRegion(key, {name: self._modules[name] for name in found}, self._axis))
 
     def _tied(self, path: str, name: str, other: str) -> None:
         """Cut a module of which one that is cut has the weight: an embedding, whose rows are those of a head."""
@@ -176,7 +176,7 @@ class _Maker:
         lookup: Any = part
         lookup.forward = _rows_of_vocabulary(part, part.forward, cut, self._axis)
 
-    def _region_of(self, name: str) -> Region | None:
+    def _region_of(self, name: str) -> TokenRegion | None:
         return next((x for x in self._regions if x.has(name)), None)
 
     def _cut(self, name: str, param: Tensor, how: Slice, where: str, dim: int | None = None) -> Cut | None:

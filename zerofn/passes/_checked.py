@@ -21,7 +21,7 @@ from ..graph.node_kinds import is_fetch, is_gather, is_start
 from ..graph.phase import continue_phases
 from ..graph.program import Program, alike, tensor_of
 from ..util.errors import note
-from ._packing import Span
+from ._packing import Lifetime
 from ._pass import Pass
 
 _KINDS = ("placeholder", "get_attr", "call_function", "output")
@@ -129,14 +129,14 @@ def _check_places(graph: Graph) -> None:
                 )
 
 
-def _placed(graph: Graph) -> Iterator[tuple[list[int], Span]]:
+def _placed(graph: Graph) -> Iterator[tuple[list[int], Lifetime]]:
     """Yield ([buffer, first byte], span) of each value that has a place."""
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     for node, at in where.items():
         place = node.args[3] if node.target is torch.ops.zerofn.bucket.default else node.kwargs.get("place")
         if place:
-            yield place, Span(node, at, where[touched[node][-1]], memory_bytes(node.meta["val"]))  # type: ignore[misc]
+            yield place, Lifetime(node, at, where[touched[node][-1]], memory_bytes(node.meta["val"]))  # type: ignore[misc]
 
 
 def _check_nodes(gm: GraphModule, before: _GraphFacts | None) -> None:

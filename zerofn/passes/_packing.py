@@ -9,7 +9,7 @@ import numpy as np
 from torch.fx import Node
 
 
-class Span(NamedTuple):
+class Lifetime(NamedTuple):
     """The nodes, from `start` to `stop` inclusive, during which a value needs `nbytes` of memory."""
 
     node: Node
@@ -18,7 +18,7 @@ class Span(NamedTuple):
     nbytes: int
 
 
-def pack(spans: Sequence[Span]) -> tuple[list[int], int]:
+def pack(spans: Sequence[Lifetime]) -> tuple[list[int], int]:
     """Return the first byte of each span, and the size of the buffer. Spans that overlap in time do not overlap in
     memory.
 
@@ -30,7 +30,7 @@ def pack(spans: Sequence[Span]) -> tuple[list[int], int]:
     return min(found, key=lambda x: x[1])
 
 
-def _packed(spans: Sequence[Span], order: Sequence[int]) -> tuple[list[int], int]:
+def _packed(spans: Sequence[Lifetime], order: Sequence[int]) -> tuple[list[int], int]:
     """Place spans in this order."""
     times = np.array([spans[k][1:3] for k in order], dtype=np.int64).reshape(-1, 2)
     places, most = [0] * len(spans), 0

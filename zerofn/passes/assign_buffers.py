@@ -21,7 +21,7 @@ from ..graph.nested import call_of, graphs_of
 from ..graph.node_kinds import is_batched, is_gather, is_scatter, makes_bucket, reduces
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
-from ._packing import Span, pack
+from ._packing import Lifetime, pack
 
 ops = torch.ops.zerofn
 MORE = 1 / 16  # of a peak: fragmentation costs at least this much
@@ -59,11 +59,11 @@ def assign_buffers(program: Program) -> None:
             clean(each)
 
 
-def _all(span: Span) -> bool:
+def _all(span: Lifetime) -> bool:
     return True
 
 
-def _gathered(span: Span) -> bool:
+def _gathered(span: Lifetime) -> bool:
     return is_gather(span.node)
 
 
@@ -77,7 +77,7 @@ class _Weights:
         self._sizes = [len(each.graph.nodes) for each in graphs]
         self.most = max(nbytes for _, nbytes in self._moments)
 
-    def peak(self, spans: list[list[Span]], nbytes: int) -> int:
+    def peak(self, spans: list[list[Lifetime]], nbytes: int) -> int:
         """Return the peak if these values have places in `nbytes` of static memory."""
         alive = [_alive(found, size) for found, size in zip(spans, self._sizes, strict=True)]
         return nbytes + max(there - sum(alive[k][at] for k, at in places) for places, there in self._moments)
@@ -94,7 +94,7 @@ def _places(
             yield from _places(call.body, number, here)
 
 
-def _alive(spans: list[Span], size: int) -> list[int]:
+def _alive(spans: list[Lifetime], size: int) -> list[int]:
     """Return the bytes of these values at each position of a graph."""
     change = [0] * (size + 1)
     for span in spans:
@@ -103,7 +103,7 @@ def _alive(spans: list[Span], size: int) -> list[int]:
     return list(itertools.accumulate(change))
 
 
-def _spans(graph: Graph) -> Iterator[Span]:
+def _spans(graph: Graph) -> Iterator[Lifetime]:
     """Yield what may be in a static buffer: gathered units and gradient buckets that do not leave the graph."""
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
@@ -113,7 +113,7 @@ def _spans(graph: Graph) -> Iterator[Span]:
         is_bucket = makes_bucket(node) and node in sent and not is_batched(node)
         if (is_bucket or _is_unit(node, root)) and node not in leaves:
             nbytes = -(-memory_bytes(node.meta["val"]) // ALIGNED) * ALIGNED
-            yield Span(node, at, where[touched[node][-1]], nbytes)
+            yield Lifetime(node, at, where[touched[node][-1]], nbytes)
 
 
 def _is_unit(node: Node, root: dict[Node, Node]) -> bool:

@@ -7,7 +7,7 @@ from torch.fx import Node
 from ..capture.capture import CaptureError
 from ..graph.alias import is_given, is_lent, roots
 from ..graph.edit import clean, copy_of
-from ..graph.program import Cut, Program
+from ..graph.program import Program, ShardedInput
 
 
 def copy_outputs(program: Program) -> None:
@@ -41,7 +41,7 @@ def _tiers(program: Program) -> list[str | None]:
     """Return the tier of each of the state's tensors."""
     out: list[str | None] = []
     for cut in program.state.nodes:
-        if isinstance(cut, Cut):
+        if isinstance(cut, ShardedInput):
             out += [tier for storage in cut.storages for *_, tier in storage.parts(0)]
         else:
             out += [None] if cut is None else []

@@ -12,7 +12,7 @@ from ..graph.alias import roots, touches
 from ..graph.buffers import DriveSpec
 from ..graph.edit import clean, made_by
 from ..graph.node_kinds import ASIDE, UPDATE, argument, fetched, from_drive, is_batched, kept_by, lies_at, start_of
-from ..graph.program import Cut, Program, tensor_of
+from ..graph.program import Program, ShardedInput, tensor_of
 
 ops = torch.ops.zerofn
 HELD = 2  # gradients that stay in memory: those of the first updates, which the backward pass makes last
@@ -54,7 +54,7 @@ def _waits(node: Node) -> bool:
 
 def _space_for(program: Program, rule: Node) -> DriveSpec:
     """Request space for a gradient, on the drives of the state."""
-    storages = [storage for cut in program.state.nodes if isinstance(cut, Cut) for storage in cut.storages]
+    storages = [storage for cut in program.state.nodes if isinstance(cut, ShardedInput) for storage in cut.storages]
     paths = next(storage.placement.paths for storage in storages if storage.placement and storage.placement.paths)
     names = dict(zip(program.placeholders, program.state.names, strict=False))
     nbytes = tensor_of(_gradient(rule)).nbytes  # type: ignore[union-attr]

@@ -47,7 +47,7 @@ def prefetch(program: Program) -> None:
     clean(gm)
 
 
-class Source(NamedTuple):
+class UnitSource(NamedTuple):
     """A gather, or a drive read where nothing is gathered.
 
     `chain`: the nodes that move with it, itself last. `reads`: the reads of what it sends. `at`: its position;
@@ -62,7 +62,7 @@ class Source(NamedTuple):
     nbytes: int
 
 
-def sources_in(graph: Graph) -> list[Source]:
+def sources_in(graph: Graph) -> list[UnitSource]:
     """Return the sources of a graph in order."""
     where = positions(graph)
     writer = written_before(graph, where, roots(graph))
@@ -75,7 +75,7 @@ def sources_in(graph: Graph) -> list[Source]:
         reads = [n for n in found if is_fetch(n) and n is not start]
         at, earliest = where[found[0]], max(first, *(k + 1 for k in needed))
         chain = [n for n in found if n not in reads]
-        out.append(Source(start, chain, reads, at, min(at, earliest), memory_bytes(start.meta["val"])))
+        out.append(UnitSource(start, chain, reads, at, min(at, earliest), memory_bytes(start.meta["val"])))
     return out
 
 
@@ -95,7 +95,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-def early(gm: GraphModule, sources: Sequence[Source], *bounds: Bound) -> Run:
+def early(gm: GraphModule, sources: Sequence[UnitSource], *bounds: Bound) -> Run:
     """Simulate a run with gathers as early as possible.
 
     A gather starts when its input has been read; meanwhile the reads for the next gather go on. At most `UNDER_WAY`
@@ -130,17 +130,17 @@ class _Early:
         # link -> the times at which its transfers end
         self._ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)
 
-    def is_ready(self, x: Source) -> bool:
+    def is_ready(self, x: UnitSource) -> bool:
         """Return whether a gather's link is free, and its input is in memory."""
         there = all(n in self.starts and self.lanes.done(n) <= self.lanes.free[COMPUTE] for n in x.reads)
         return there and self._is_free(x.start)
 
-    def gather(self, x: Source, at: int) -> None:
+    def gather(self, x: UnitSource, at: int) -> None:
         """Start a gather, after the reads that it still needs."""
         for node in (*(n for n in x.reads if n not in self.starts), *x.chain):
             self._step(node, at)
 
-    def read(self, todo: Sequence[Source], at: int) -> None:
+    def read(self, todo: Sequence[UnitSource], at: int) -> None:
         """Start the reads for the next gather."""
         if todo and at >= todo[0].earliest:
             for node in todo[0].reads:
@@ -162,12 +162,12 @@ class _Early:
         return self._ends[lane][-UNDER_WAY] <= self.lanes.free[COMPUTE]
 
 
-def _moving(sources: Sequence[Source]) -> set[Node]:
+def _moving(sources: Sequence[UnitSource]) -> set[Node]:
     """Return all gathers and reads, and the nodes that move with them."""
     return {node for x in sources for node in (*x.reads, *x.chain)}
 
 
-def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
+def _least(todo: Sequence[UnitSource], bounds: Sequence[Bound]) -> int:
     """Return the first position at which memory allows the next source to start."""
     if not todo:
         return 0
@@ -176,7 +176,7 @@ def _least(todo: Sequence[Source], bounds: Sequence[Bound]) -> int:
     return x.earliest + max(int(found[-1]) + 1 if found.size else 0 for found in full)
 
 
-def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> None:
+def _move(graph: Graph, sources: Sequence[UnitSource], starts: dict[Node, int]) -> None:
     """Put each gather and read before the node at its position in `starts`, or at its earliest one, in their order."""
     nodes, moves = list(graph.nodes), []
     inside = _moving(sources)
@@ -195,7 +195,7 @@ def _move(graph: Graph, sources: Sequence[Source], starts: dict[Node, int]) -> N
         nodes[at].prepend(node)
 
 
-def _order(graph: Graph, sources: Sequence[Source]) -> list[int]:
+def _order(graph: Graph, sources: Sequence[UnitSource]) -> list[int]:
     """Return how many other transfers start before each source."""
     ours, found, others = {x.start for x in sources}, [], 0
     for node in graph.nodes:
@@ -206,7 +206,7 @@ def _order(graph: Graph, sources: Sequence[Source]) -> list[int]:
 
 
 def _ordered(
-    graph: Graph, sources: Sequence[Source], starts: Mapping[Node, int], order: Sequence[int]
+    graph: Graph, sources: Sequence[UnitSource], starts: Mapping[Node, int], order: Sequence[int]
 ) -> dict[Node, int]:
     """Return `starts` with each source behind as many other transfers as `order` says."""
     ours, found = {x.start for x in sources}, dict(starts)
@@ -236,7 +236,7 @@ def _chain(start: Node, where: dict[Node, int]) -> list[Node]:
     return sorted(found, key=where.__getitem__)
 
 
-def few_alive(gm: GraphModule, sources: Sequence[Source]) -> Bound:
+def few_alive(gm: GraphModule, sources: Sequence[UnitSource]) -> Bound:
     """Return the limit for gathered units: three consecutive ones, or what the graph holds anyway."""
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)

@@ -12,7 +12,7 @@ from ..graph.nested import graphs_of
 from ..graph.node_kinds import UPDATE, is_fetch, is_scatter, makes_bucket, wait_of
 from ..graph.program import Program
 from ..util.sizes import pages
-from ._packing import Span, pack
+from ._packing import Lifetime, pack
 
 ops = torch.ops.zerofn
 WRITING = 3  # gradients that may be in transfer to the drive while the next one is made
@@ -69,7 +69,7 @@ def _start_updates(graph: Graph, fetches: list[Node]) -> list[list[Node]]:
     return [groups[reader] for reader in readers]
 
 
-def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
+def _spans(graph: Graph, groups: list[list[Node]]) -> list[Lifetime]:
     where, touched = positions(graph), touches(graph, roots(graph))
     ends = [max(where[touched[fetch][-1]] for fetch in group) for group in groups]
     # The result of one update is written during the next one. Other readers may delay that write.
@@ -80,10 +80,10 @@ def _spans(graph: Graph, groups: list[list[Node]]) -> list[Span]:
         _, size, dtype = fetch.args[:3]
         last = touched[fetch][-1]
         stop = max(where[last], written.get(fetch, 0) if last.target is ops.write_drive_.default else 0)
-        out.append(Span(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
+        out.append(Lifetime(fetch, where[fetch], stop, pages(size * dtype.itemsize)))
     buffers = [n for n in graph.nodes if n.target is ops.drive_buffer.default]
     for k, buffer in enumerate(buffers):
         size, dtype = buffer.args[:2]
         stop = max(where[buffers[min(k + WRITING, len(buffers) - 1)]], where[touched[buffer][-1]])
-        out.append(Span(buffer, where[buffer], stop, pages(size * dtype.itemsize)))
+        out.append(Lifetime(buffer, where[buffer], stop, pages(size * dtype.itemsize)))
     return out

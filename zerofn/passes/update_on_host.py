@@ -22,7 +22,7 @@ from ..graph.node_kinds import (
     start_of,
     stores_in_place,
 )
-from ..graph.program import Cut, Program, tensor_of
+from ..graph.program import Program, ShardedInput, tensor_of
 
 ops = torch.ops.zerofn
 
@@ -59,7 +59,7 @@ def _share(program: Program, rule: Node) -> float:
     placement = next(
         storage.placement
         for cut in program.state.nodes
-        if isinstance(cut, Cut)
+        if isinstance(cut, ShardedInput)
         for storage in cut.storages
         if storage.placement is not None
     )

@@ -16,7 +16,7 @@ from .search import STAGES, Search, Sizes
 AUTO = "auto"
 
 
-class Found(NamedTuple):
+class PlannedMeshes(NamedTuple):
     """What has been planned: rows, sentences on what was left out, and the name of the step."""
 
     rows: list[Row]
@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 def rows_of_meshes(
     step_on: Callable[[Mesh], Step], world: int, machine: Machine, machine_argument: str, asked: Asked
-) -> Found:
+) -> PlannedMeshes:
     """Return rows on every mesh of `world` ranks that may be the fastest, the fastest first.
 
     `step_on`: the step for a mesh; it raises `ValueError` for one that the model cannot take.
@@ -61,7 +61,7 @@ def rows_of_meshes(
         told.append(f"{several(TENSOR, odd)}: neither a part of a node's devices nor whole nodes.")
     if _between(world, per_node):
         told.append(_why_between(world, per_node))
-    return Found(search.sorted(), [*search.left_out, *told], search.name)
+    return PlannedMeshes(search.sorted(), [*search.left_out, *told], search.name)
 
 
 def _plan_experts(

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..cost.machine import Machine, machine_of
-from ..cost.op_cost import SENT, Moved, moved, transfers
+from ..cost.op_cost import SENT, Traffic, moved, transfers
 from ..cost.op_timer import measured
 from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
@@ -101,11 +101,11 @@ class Plan:
         """
         return self._memory
 
-    def transfers(self) -> Counter[Moved]:
+    def transfers(self) -> Counter[Traffic]:
         """Return what the step moves -> how often: bytes sent to other ranks along each axis of the mesh, read from and
         written to drives, copied to and from host memory.
         """
-        found: Counter[Moved] = Counter()
+        found: Counter[Traffic] = Counter()
         with self._there():
             for x, times in transfers(self.program.gm, self.program.mesh):
                 found[x] += times
@@ -141,7 +141,7 @@ class Plan:
                 self._timelines[where] = Timeline(self.graph, where, self.world, cost, self.program.mesh)
             return self._timelines[where]
 
-    def collectives(self) -> dict[Moved, int]:
+    def collectives(self) -> dict[Traffic, int]:
         """Return transfers between ranks -> times a step, in order of first use. Bytes are those that a rank sends
         each time.
         """

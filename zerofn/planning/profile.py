@@ -23,7 +23,7 @@ from ..graph.node_kinds import casts, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program, tensor_of
 from ..runtime.backend import eager_of
-from ..runtime.captured_step import Entry
+from ..runtime.captured_step import CapturedStep
 from ..util.html import preformatted, table
 from ..util.sizes import in_words
 from .picture import page
@@ -209,7 +209,7 @@ class Profile:
 def profiled(
     step: Callable[[Any, Any], Any],
     plan: Plan,
-    entry: Entry,
+    entry: CapturedStep,
     state: Any,
     batch: Any,
     machine: Machine | str | os.PathLike[str] | None,

@@ -263,7 +263,7 @@ class Checkpoints:
 
     def _check_alone(self, step: int) -> None:
         """On rank 0: raise `CheckpointError` if another job has saved to this folder since the run began."""
-        mine = the(owner.Job)
+        mine = the(owner.ThisProcess)
         if is_link(self.path(step)):
             raise CheckpointError(
                 f"{WHAT}: {self.path(step)} is a link, so what is saved would replace {located(self.path(step))}. "

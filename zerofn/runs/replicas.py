@@ -25,8 +25,8 @@ import torch.distributed as dist
 from ..checkpoint import folder, steps
 from ..checkpoint.background_saves import Saving
 from ..checkpoint.manifest import read_manifest
-from ..checkpoint.saving import Along, Job, prepared, write_all
-from ..checkpoint.tensor_file import Written
+from ..checkpoint.saving import Along, OneSave, prepared, write_all
+from ..checkpoint.tensor_file import FileIdentity
 from ..job.agreement import exchange, rank_and_size, together, with_texts
 from ..util.errors import CheckpointError
 from ..util.other_processes import machine, started
@@ -148,7 +148,7 @@ class Replicas:
         if not _is_own_folder(self.folder) or self.folder.stat().st_mode & 0o77:
             raise CheckpointError(f"{WHAT}: {self.folder} is there and is not this user's own; remove it.")
 
-    def _complete(self, job: Job, files: dict[str, Written], manifest: str) -> None:
+    def _complete(self, job: OneSave, files: dict[str, FileIdentity], manifest: str) -> None:
         """Send and receive, and let the manifest of each machine name the files."""
         moves = [] if self._group is None else list(self._to_neighbours(job, files))
         together(WHAT, lambda: self._move(job.path, moves))
@@ -156,7 +156,7 @@ class Replicas:
         together(WHAT, lambda: self._put(job.path, text, job.number))
         together(WHAT, lambda: self._remove_all_but(job.path, files))
 
-    def _to_neighbours(self, job: Job, files: dict[str, Written]) -> Iterable[_Transfer]:
+    def _to_neighbours(self, job: OneSave, files: dict[str, FileIdentity]) -> Iterable[_Transfer]:
         first, *others = self._ranks.values()
         for here, after in zip(self._ranks.values(), [*others, first], strict=True):
             for k, rank in enumerate(here):

@@ -21,7 +21,7 @@ from ..graph.program import Program, tensor_of
 from ..job.agreement import rank_and_size
 from ..ops import cpu, cuda
 from ..util.sizes import in_words, time_in_words
-from .captured_step import Entry
+from .captured_step import CapturedStep
 
 log = logging.getLogger("zerofn")
 _OUTSIDE = "something outside its arguments"
@@ -69,7 +69,7 @@ def _sign_of_life(name: str) -> Iterator[None]:
         thread.join()
 
 
-def told_of(num_signatures: int, entries: Sequence[Entry], timings: dict[str, Any], options: Any) -> str:
+def told_of(num_signatures: int, entries: Sequence[CapturedStep], timings: dict[str, Any], options: Any) -> str:
     """Return what a compiled step says of itself: its captures, and the options that matter."""
     told = ["not captured yet"]
     if entries:

@@ -21,7 +21,7 @@ from .backend import Backend, Runner
 from .buffers import Buffers
 
 
-class Entry:
+class CapturedStep:
     """A scheduled program and, once `bind` was called, its buffers and its runner.
 
     `agreed`: the text that all ranks agreed on at its capture; `digest` is of it. `groups`: the names of the process
@@ -75,10 +75,10 @@ class Entry:
         return getattr(self.runner, "wrote", True)
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """A step's flat arguments, and the entry for them."""
 
-    entry: Entry
+    entry: CapturedStep
     state_leaves: list[Any]
     state_def: PyTreeSpec
     batch_leaves: list[Any]

@@ -25,7 +25,7 @@ from .. import tree
 from ..capture.changing_constants import watching
 from ..graph.same_graph import Outline, difference
 from ..guards.tensors import Contents
-from ..guards.tokens import Facts, Same, changed_paths, told, without
+from ..guards.tokens import ByIdentity, Facts, changed_paths, told, without
 from ..guards.torch_settings import facts_of, settings_now
 from ..guards.user_code import of_user
 from ..guards.walk import Walk
@@ -33,7 +33,7 @@ from ..job.agreement import agree_on
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from .agreed_captures import Reading
-from .captured_step import Entry
+from .captured_step import CapturedStep
 
 log = logging.getLogger("zerofn")
 CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now
@@ -62,7 +62,7 @@ class _Reading(NamedTuple):
 class _Kept(NamedTuple):
     """A capture, the facts it was made with, its graph, and the contents of the tensors that it closes over."""
 
-    entry: Entry
+    entry: CapturedStep
     facts: Facts
     outline: Outline
     constants: Contents
@@ -134,13 +134,13 @@ class Captures:
         self.why = ""
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CapturedStep]:
         """All of them."""
         return [x.entry for x in self._kept]
 
     def find(
-        self, again: Callable[[bool], Outline], prepare: Callable[[Entry], object] = lambda entry: None
-    ) -> Entry | None:
+        self, again: Callable[[bool], Outline], prepare: Callable[[CapturedStep], object] = lambda entry: None
+    ) -> CapturedStep | None:
         """Return the capture for what the step depends on now; None if there is none. `why` then says what changed.
 
         `prepare`: called with what is found, before it is compared with another capture.
@@ -190,7 +190,7 @@ class Captures:
         self._num_left_out = len(self._left_out.paths)
         self._kept = [x._replace(facts=without(x.facts, self._left_out.paths)) for x in self._kept]
 
-    def captured(self, make: Callable[[], tuple[Entry, Sequence[Tensor]]]) -> Entry:
+    def captured(self, make: Callable[[], tuple[CapturedStep, Sequence[Tensor]]]) -> CapturedStep:
         """Make a capture after `find` has found none, and keep it."""
         before = self._reading or self._read()
         with watching(before.reader.moving):
@@ -238,7 +238,7 @@ class Captures:
         constants = self._kept[0].constants if self._kept else None
         return Reading(state, now.facts, frozenset(now.reader.unsure), constants)
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: CapturedStep) -> None:
         """Forget a capture."""
         self._kept = [x for x in self._kept if x.entry is not entry]
 
@@ -250,7 +250,7 @@ class Captures:
 
 def _is_module(token: Any) -> bool:
     last = token[-1] if isinstance(token, tuple) else None
-    return isinstance(last, Same) and isinstance(last.value, ModuleType)
+    return isinstance(last, ByIdentity) and isinstance(last.value, ModuleType)
 
 
 def _is_loaded(path: str, before: Facts) -> bool:

@@ -27,7 +27,7 @@ from ..sharding.spec import Spec, rows_of
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 
 
-class Group(NamedTuple):
+class LeafSums(NamedTuple):
     """Sums of the `leaf`-th logical leaf, one for each position along the kept dims, in columns from `column` on."""
 
     leaf: int
@@ -79,22 +79,22 @@ def logical_leaves(values: Any) -> list[LeafInfo]:
     return out
 
 
-def groups_of(shapes: Sequence[tuple[int, ...]], kept: Sequence[Sequence[Kept]]) -> list[Group]:
+def groups_of(shapes: Sequence[tuple[int, ...]], kept: Sequence[Sequence[Kept]]) -> list[LeafSums]:
     """Return the groups of leaves with these `shapes`; `kept[k]` says which dims the k-th group keeps."""
     out, column = [], 0
     for k, (shape, each) in enumerate(zip(shapes, kept, strict=True)):
         for one in each:
-            out.append(Group(k, shape, one, column))
+            out.append(LeafSums(k, shape, one, column))
             column += out[-1].numel
     return out
 
 
-def num_columns(groups: Sequence[Group]) -> int:
+def num_columns(groups: Sequence[LeafSums]) -> int:
     """Return the number of sums of all groups."""
     return groups[-1].column + groups[-1].numel if groups else 0
 
 
-def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
+def axis_squares(values: Any, groups: Sequence[LeafSums]) -> Tensor:
     """Return sums of squares over the dims that are not kept, [columns], in float32 at least, with the same bits on
     every rank.
 
@@ -120,7 +120,7 @@ def axis_squares(values: Any, groups: Sequence[Group]) -> Tensor:
     return total
 
 
-def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
+def axis_scale(values: Any, groups: Sequence[LeafSums], factors: Tensor) -> Any:
     """Multiply every leaf by the numbers of all its groups, from `factors` [columns]. Leaves keep their dtypes."""
     flat, runs, spec, _ = _runs(values)
     groups, moves = _own_groups(values, spec, groups)
@@ -133,7 +133,7 @@ def axis_scale(values: Any, groups: Sequence[Group], factors: Tensor) -> Any:
     return tree.unflatten(tree.structure(values), out)
 
 
-def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], list[bool]]:
+def _columns(groups: Sequence[LeafSums]) -> tuple[list[int], list[int], list[int], list[bool]]:
     """Return the operations' arguments `column`, `ndim`, `sizes` and `kept`; a scalar counts as one dim."""
     shapes = [g.shape or (1,) for g in groups]
     kept = [g.kept or (True,) for g in groups]
@@ -141,7 +141,7 @@ def _columns(groups: Sequence[Group]) -> tuple[list[int], list[int], list[int], 
     return [g.column for g in groups], list(map(len, shapes)), sizes, [k for each in kept for k in each]
 
 
-def _own_groups(values: Any, spec: Spec | None, groups: Sequence[Group]) -> tuple[list[Group], list[list[int]]]:
+def _own_groups(values: Any, spec: Spec | None, groups: Sequence[LeafSums]) -> tuple[list[LeafSums], list[list[int]]]:
     """Return the groups of the slices that this rank has, and how their columns lie in those of whole leaves: nothing
     if all leaves are whole.
     """
@@ -151,11 +151,11 @@ def _own_groups(values: Any, spec: Spec | None, groups: Sequence[Group]) -> tupl
     regions: list[Region] = []
     for node in tree.leaves(values, is_leaf=is_sharded):
         regions += [region_of(x.cuts, mesh) for x in node.layout.leaves] if is_sharded(node) else [()]
-    own: list[Group] = []
+    own: list[LeafSums] = []
     columns: list[Runs] = []
     for g in groups:
         region = regions[g.leaf]
-        own.append(Group(g.leaf, shape_in(g.shape, region), g.kept, num_columns(own)))
+        own.append(LeafSums(g.leaf, shape_in(g.shape, region), g.kept, num_columns(own)))
         dims = [d for d, keep in enumerate(g.kept) if keep]
         kept = tuple((dims.index(d), intervals) for d, intervals in region if d in dims)
         for run in overlap(g.own_shape, (), kept, 0, own[-1].numel):

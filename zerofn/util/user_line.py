@@ -24,7 +24,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 _MOST_OF_LINE = 100  # characters of it in a message
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of code, and its function."""
 
     file: str
@@ -82,14 +82,14 @@ def at_line(file: str, number: int) -> str:
     return f" at {file}:{number} ({code if len(code) <= _MOST_OF_LINE else f'{code[: _MOST_OF_LINE - 3]}...'})"
 
 
-def frames(frame: FrameType | None) -> Iterator[Line]:
+def frames(frame: FrameType | None) -> Iterator[CodeLine]:
     """Yield a frame and its callers, innermost first."""
     while frame is not None:
-        yield Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        yield CodeLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
-def user_line(frame: FrameType | None = None) -> Line | None:
+def user_line(frame: FrameType | None = None) -> CodeLine | None:
     """Return the user's line among those of a frame, or this one, and its callers; None if all are of libraries."""
     skipped = (OURS, *library_prefixes())
     return next((x for x in frames(frame or sys._getframe(1)) if not x.file.startswith(skipped)), None)

@@ -14,13 +14,13 @@ import zerofn
 from ..effects import Effects
 from ..losses import as_autocast
 from ..modules import call_with
-from .watched_module import Watch, as_batch, computes
+from .watched_module import ModuleWatch, as_batch, computes
 
 
 class _TrainingStep(nn.Module):
     """A module's `training_step` as a forward, so that `call_with` lends the module its parameters inside."""
 
-    def __init__(self, module: LightningModule, watch: Watch, effects: Effects) -> None:
+    def __init__(self, module: LightningModule, watch: ModuleWatch, effects: Effects) -> None:
         super().__init__()
         self.module = module
         self.watch, self.effects = watch, effects
@@ -42,7 +42,7 @@ class Steps:
     """
 
     def __init__(
-        self, module: LightningModule, watch: Watch, precision: str | None, options: Mapping[str, Any]
+        self, module: LightningModule, watch: ModuleWatch, precision: str | None, options: Mapping[str, Any]
     ) -> None:
         self._module, self._watch, self._options = module, watch, {**options, "broadcast_buffers": True}
         self._effects = Effects(module, "training_step", LightningModule, ["logger", "loggers", "print"])

@@ -23,7 +23,7 @@ from ..carried_state import relaid
 from ..live_module import Live, parameters_of
 from ..losses import as_autocast
 from ..modules import buffers_to, is_shape_only
-from ..param_groups import Groups, let_go
+from ..param_groups import ParamGroups, let_go
 from . import checkpoints
 from .checks import check
 from .configured import Configured
@@ -79,7 +79,7 @@ class ZeroFnStrategy(Ranks):
         self._live: Live | None = None
         self._configured: Configured | None = None
         self._of: Any = None  # the module that the state is of
-        self._groups: Groups | None = None
+        self._groups: ParamGroups | None = None
         self._steps: Steps | None = None
         self._lender: Lender | None = None
         self._apart = False  # whether a hook runs between gradients and update, which are two programs then
@@ -152,7 +152,7 @@ class ZeroFnStrategy(Ranks):
             check(trainer, module)
             self.setup_optimizers(trainer)
             clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-            self._groups = Groups(self.optimizers[0], module, "configure_optimizers", clip)
+            self._groups = ParamGroups(self.optimizers[0], module, "configure_optimizers", clip)
         if fitting or self._of is not module:
             self._make_state(module)
             self._of = module
@@ -199,7 +199,7 @@ class ZeroFnStrategy(Ranks):
         others = frozenset(name for name in names if not self._groups.learns(name))
         return self._groups.tx, others.__contains__ if others else None
 
-    def _relay(self, groups: Groups | None) -> None:
+    def _relay(self, groups: ParamGroups | None) -> None:
         """Lay the state out anew, with the moments of other `groups` that there were."""
         module = self.lightning_module
         assert module is not None and self._groups is not None

@@ -30,7 +30,7 @@ _CONTAINERS = (
 _KINDS = (bool, int, float, str, type(None))
 
 
-class Watch:
+class ModuleWatch:
     """What a module's training step reads and logs. One for a module, as long as a strategy has it.
 
     `reads`: what the step has read of the trainer, such as the epoch; it is captured anew when that changes.
@@ -146,7 +146,7 @@ def _method(held: _Held, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(held.x, name)(*args, **kwargs)
 
 
-_WATCHES: dict[int, Watch] = {}  # of the metrics whose module's step is captured, by id
+_WATCHES: dict[int, ModuleWatch] = {}  # of the metrics whose module's step is captured, by id
 
 
 @functools.cache
@@ -172,7 +172,7 @@ def _of_metric(metric: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 class _Watched:
     """What a watched module does in another way while its training step is captured."""
 
-    __zerofn_watch__: Watch
+    __zerofn_watch__: ModuleWatch
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if self.__zerofn_watch__.recording is None:
@@ -236,16 +236,16 @@ class _WatchedTrainer:
         )
 
 
-def watch(module: LightningModule) -> Watch:
+def watch(module: LightningModule) -> ModuleWatch:
     """Let a module be watched, until `unwatch`."""
-    found: Watch | None = module.__dict__.get("__zerofn_watch__")
+    found: ModuleWatch | None = module.__dict__.get("__zerofn_watch__")
     if found is None:
         kind = type(module)
         refused = {name: _refused(name) for name in _REFUSED}
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
         made = type(kind.__name__, (_Watched, kind), {**names, **refused})
         made.__zerofn_class__ = made  # type: ignore[attr-defined]
-        found = Watch()
+        found = ModuleWatch()
         object.__setattr__(module, "__zerofn_watch__", found)
         module.__class__ = made
     return found

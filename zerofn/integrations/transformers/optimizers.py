@@ -13,7 +13,7 @@ from torch import nn
 
 import zerofn
 
-from ..param_groups import Groups
+from ..param_groups import ParamGroups
 
 _NUMBERS = ("lr", "betas", "momentum", "weight_decay")
 RATES = "zerofn_rates.pt"  # in a checkpoint: what the optimizer's groups and the scheduler say
@@ -67,8 +67,8 @@ def own_optimizer(optimizer: Any) -> Any:
 
 
 def groups_of(
-    optimizer: Any, model: nn.Module, source: str, max_norm: float | None, before: Groups | None = None
-) -> Groups:
+    optimizer: Any, model: nn.Module, source: str, max_norm: float | None, before: ParamGroups | None = None
+) -> ParamGroups:
     """Return what an optimizer says of a model's parameters. `source`: what made it. `before`: those whose moments are
     taken over.
 
@@ -79,7 +79,7 @@ def groups_of(
             f"{source} left {type(optimizer).__name__} in self.optimizer, where a torch.optim.Optimizer was expected."
         )
     clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
-    return Groups(optimizer, model, source, clip, others_too=True, before=before)
+    return ParamGroups(optimizer, model, source, clip, others_too=True, before=before)
 
 
 def number_of(optimizer: Any, max_norm: float | None) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Request(Protocol):
+class Pending(Protocol):
     """A read or write under way."""
 
     writes: bool
@@ -30,13 +30,13 @@ class Region:
         self.store, self.label, self.nbytes, self.blocks = store, label, nbytes, blocks
         self._under_way: list[Any] = []  # in the order of calls
 
-    def line_up(self, request: Request) -> list[Any]:
+    def line_up(self, request: Pending) -> list[Any]:
         """Queue a request, and return those that it must wait for: of two requests on one region, one is a write."""
         before = [earlier for earlier in self._under_way if earlier.writes or request.writes]
         self._under_way.append(request)
         return before
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: Pending) -> None:
         """Remove a request that is done."""
         self._under_way.remove(request)
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 from torch.fx import Graph, GraphModule, Node
 
-from ...cost.op_cost import UP, Moved, moved
+from ...cost.op_cost import UP, Traffic, moved
 from ...cost.simulator import Timeline, lanes_of, simulated
 from ...dry_run.fake_machine import is_host
 from ...graph.alias import positions
@@ -26,7 +26,7 @@ from ...graph.program import Program, tensor_of
 from ...graph.resident import resident
 from ...graph.segments import Segments
 from ..offload_activations import stays
-from ..prefetch import Bound, Run, Source, early, few_alive, sources_in
+from ..prefetch import Bound, Run, UnitSource, early, few_alive, sources_in
 from ..reshard import num_others, uses_of_gathers
 from .decision import Choice, choose
 from .eviction import Drop, cheapest
@@ -139,7 +139,7 @@ class _Levels:
         return self._runs[limit]
 
     @functools.cached_property
-    def _gathers(self) -> tuple[list[Source], Bound]:
+    def _gathers(self) -> tuple[list[UnitSource], Bound]:
         sources = sources_in(self.gm.graph)
         return sources, few_alive(self.gm, sources)
 
@@ -383,7 +383,7 @@ def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
             if num_others(k, timeline, where[before], where[after]):
                 nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
                 key = (start.name, before.name)
-                _, seconds = lanes.transfer(start, cast(Moved, moved(start)))
+                _, seconds = lanes.transfer(start, cast(Traffic, moved(start)))
                 yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds)
 
 
