@@ -224,7 +224,7 @@ def test_entries_of_files_without_a_mirror_name_files():
 SHARED_WITH_THE_SEARCH = {
     "hoist_gathers": {"hoistable"},
     "offload_activations": {"Stay", "stays"},
-    "prefetch": {"Source", "sources_in", "Bound", "Run", "early", "few_alive"},
+    "prefetch": {"UnitSource", "sources_in", "Bound", "Run", "early", "few_alive"},
     "reshard": {"uses_of_gathers", "num_others"},
 }
 
