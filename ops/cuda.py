@@ -1,4 +1,4 @@
-"""The GPU kernels of `csrc/cuda.cu`: what `native` does on the CPU, for tensors on one CUDA device, in torch's stream.
+"""The GPU kernels of `csrc/cuda.cu`: what `cpu` does on the CPU, for tensors on one CUDA device, in torch's stream.
 
 CuPy has the driver's functions; NVRTC compiles the kernels at their first use on a device (two to three seconds).
 Nothing waits for the device, which reads counts, learning rates, factors and finite checks itself. Results are those of
@@ -115,7 +115,7 @@ def update_(
     finite: Tensor | None = None,
     offset: int = 0,
 ) -> None:
-    """`native.update_` on a GPU. What differs: `count`, `lr` (rates are multiplied by it), `factor` (the gradient is)
+    """`cpu.update_` on a GPU. What differs: `count`, `lr` (rates are multiplied by it), `factor` (the gradient is)
     and `finite` (bool; where False nothing changes) are scalar tensors, read on the device, or numbers.
 
     Raises `TypeError` and `ValueError` before anything is written, `RuntimeError` where `missing()` says why.
@@ -235,7 +235,7 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """`native.encode`: fp32 -> (uint8 codes of its shape, fp32 scales [ceil(size / 256)]), rounded to nearest."""
+    """`cpu.encode`: fp32 -> (uint8 codes of its shape, fp32 scales [ceil(size / 256)]), rounded to nearest."""
     check_tensor("encode: x", x, (torch.float32,), device=x.device)
     codes = torch.empty_like(x, dtype=torch.uint8)
     scales = torch.empty(num_blocks(x.numel()), device=x.device)

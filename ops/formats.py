@@ -30,7 +30,7 @@ def _rounded(p: Tensor) -> Tensor:
 
 
 def kernels(x: Tensor) -> ModuleType | None:
-    """`native` or `cuda`, whichever serves the tensor's device; None where torch's operations have to."""
+    """`cpu` or `cuda`, whichever serves the tensor's device; None where torch's operations have to."""
     if x.device.type == "cpu":
         return cpu
     return cuda if x.device.type == "cuda" and not cuda.missing() else None

@@ -22,7 +22,7 @@ def on_host(monkeypatch):
 
 
 def failing(at):
-    """`native.update_` that fails at its `at`-th call, a while after it was asked for."""
+    """`cpu.update_` that fails at its `at`-th call, a while after it was asked for."""
     calls, update = iter(range(1000)), cpu.update_
 
     def run(*args, **kwargs):

@@ -197,7 +197,7 @@ def test_without_a_finite_check_units_are_updated_inside_the_backward_pass(tmp_p
 # --- host memory, for a model that computes elsewhere -----------------------------------------------------------
 # There is no accelerator here: the host stands for both, so that what is brought and put is copied.
 
-HOSTED = [
+ON_HOSTS = [
     {"optimizer": "cpu"},
     {"optimizer": "cpu", "params": "cpu"},
     {"params": "cpu"},
@@ -206,8 +206,8 @@ HOSTED = [
 ]
 
 
-def hosted(path, stage, precision, num_microbatches, share):
-    tiers = [t for t in HOSTED if "params" not in t or stage in (0, 3)]
+def on_hosts(path, stage, precision, num_microbatches, share):
+    tiers = [t for t in ON_HOSTS if "params" not in t or stage in (0, 3)]
     with pytest.MonkeyPatch.context() as patch:
         apart(patch, share)
         assert_bits_of_memory(path, stage, tiers, precision, num_microbatches, NORMED)
@@ -220,14 +220,14 @@ def hosted(path, stage, precision, num_microbatches, share):
     ("precision", "share"), [(None, 0.0), ("bf16", 0.0), ("bf16", 0.5), ("fp16", 0.5), ("fp16", 1.0), (None, 1.0)]
 )
 def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, share, stage):
-    hosted(tmp_path, stage, precision, 1, share)
+    on_hosts(tmp_path, stage, precision, 1, share)
 
 
 @pytest.mark.part(num_ranks=[3])
 @pytest.mark.parametrize(("num_ranks", "stage", "shares"), [(2, 3, (0.0, 1.0)), (2, 2, (1.0,)), (3, 3, (0.5,))])
 def test_on_several_ranks_too(ranks, tmp_path, num_ranks, stage, shares):
     for share in shares:
-        ranks(num_ranks, hosted, tmp_path, stage, "bf16", 2, share)
+        ranks(num_ranks, on_hosts, tmp_path, stage, "bf16", 2, share)
 
 
 def moved(path, share, tiers, on_nonfinite="ignore"):
@@ -240,7 +240,7 @@ def moved(path, share, tiers, on_nonfinite="ignore"):
 
 def test_the_host_updates_where_state_lies(tmp_path):
     """Gradients and upper halves come down, upper halves go up; moments and lower halves stay."""
-    gm = moved(tmp_path, 1.0, HOSTED[0])
+    gm = moved(tmp_path, 1.0, ON_HOSTS[0])
     nodes = list(gm.graph.nodes)
     rules = [n for n in nodes if n.target is ops.adamw_.default]
     assert all(n.meta.get("aside") for n in rules)
@@ -251,7 +251,7 @@ def test_the_host_updates_where_state_lies(tmp_path):
 
 
 def test_the_device_updates_what_is_streamed_to_it(tmp_path):
-    nodes = list(moved(tmp_path, 0.0, HOSTED[0]).graph.nodes)
+    nodes = list(moved(tmp_path, 0.0, ON_HOSTS[0]).graph.nodes)
     assert not any(n.meta.get("aside") for n in nodes)
     assert sum(n.target is ops.bring.default for n in nodes) == 12  # lower halves and two moments
     assert sum(n.target is ops.put_.default for n in nodes) == 12

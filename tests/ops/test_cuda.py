@@ -257,7 +257,7 @@ def test_scalars_may_be_numbers_or_of_another_dtype(device):
 
 
 def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
-    """The operations of a captured graph, which on this device go to `native` or here."""
+    """The operations of a captured graph, which on this device go to `cpu` or here."""
     called, launch = [], cuda._launch
     if device == "cpu":
         monkeypatch.setattr(update_rule, "kernels", lambda x: cuda)

@@ -62,7 +62,7 @@ def prepared(num_microbatches=1):
 
 
 def planned(choose, num_microbatches=1):
-    """(plan, what is stashed in each graph). `choose`: a prepared program -> choices."""
+    """(plan, what each graph does). `choose`: a prepared program -> choices."""
     with LINK():
         program = prepared(num_microbatches)
         choices = choose(program)
@@ -145,7 +145,7 @@ def test_where_computing_takes_long_nothing_is_back_before_it_is_needed(monkeypa
 
 
 def offload_all(monkeypatch, drop=False):
-    """Let a budget choose to stash everything; with `drop`, every other one is computed again."""
+    """Let a budget choose to offload everything; with `drop`, every other one is computed again."""
     told = []
 
     def decide(self, program, **options):

@@ -186,7 +186,7 @@ def cut_manifests(folder, _):
 
 
 @pytest.mark.parametrize("hosts, harm", [("abc", lose_two), ("ab", flip_all), ("ab", cut_manifests)])
-def test_what_is_not_whole_is_passed_over(ranks, tmp_path, hosts, harm):
+def test_copies_that_are_lost_or_damaged_are_passed_over(ranks, tmp_path, hosts, harm):
     ranks(len(hosts), falls_back, tmp_path, hosts, harm)
 
 

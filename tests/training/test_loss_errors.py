@@ -70,7 +70,7 @@ def test_a_weight_that_is_computed_from_the_parameters_is_told(loss_fn, compiled
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_other_weights_are_not(weight, compiled):
+def test_a_weight_of_the_batch_or_of_counts_brings_no_warning(weight, compiled):
     runs(step_with(lambda params, batch: (loss_fn(params, batch), weight(params, batch))), compiled)
 
 

@@ -19,10 +19,10 @@ def checksum(address: int, nbytes: int) -> int:
 def function() -> Callable[[int, int], int]:
     """Return the compiled checksum if there is one, else CRC-32, which is several times slower."""
     try:
-        native = importlib.import_module("zerofn.ops.cpu")
+        cpu = importlib.import_module("zerofn.ops.cpu")
     except ImportError:
         return _crc32
-    return _crc32 if native.missing() else native.checksum
+    return _crc32 if cpu.missing() else cpu.checksum
 
 
 def _crc32(address: int, nbytes: int) -> int:
