@@ -7,7 +7,6 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
-import zerofn
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.lightning import ZeroFnStrategy
 from zerofn.integrations.modules import call_with, check_memory
@@ -160,8 +159,8 @@ def test_memory_is_shared_by_one_tensor_alone(name):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return zerofn.run(on_ranks, tmp_path_factory.mktemp("buffers"), ranks=2)  # rank 0's, which DDP's ranks go on with
+def found(ranks, tmp_path_factory):
+    return ranks(2, on_ranks, tmp_path_factory.mktemp("buffers"), group=False)[0]  # with these DDP's ranks go on
 
 
 @pytest.mark.parametrize("case", ["transformers", "Lightning"])

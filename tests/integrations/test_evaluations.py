@@ -77,10 +77,10 @@ def evaluated(*strategy):
     return found + module.norms
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_of_lightning_writes_and_has_gradients(ranks):
-    for stage in (3,) if ranks == 1 else (1, 3):
-        found = evaluated(stage) if ranks == 1 else zerofn.run(evaluated, stage, ranks=ranks)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_evaluation_of_lightning_writes_and_has_gradients(ranks, num_ranks):
+    for stage in (3,) if num_ranks == 1 else (1, 3):
+        found = evaluated(stage) if num_ranks == 1 else ranks(num_ranks, evaluated, stage, group=False)[0]
         torch.testing.assert_close(found, evaluated())
 
 
@@ -135,7 +135,7 @@ def on_both(folder):
     return evaluated_by(Ours, folder)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_evaluation_of_trainer_writes_and_has_gradients(tmp_path, ranks):
-    found = on_both(tmp_path) if ranks == 1 else zerofn.run(on_both, tmp_path, ranks=ranks)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_evaluation_of_trainer_writes_and_has_gradients(ranks, tmp_path, num_ranks):
+    found = on_both(tmp_path) if num_ranks == 1 else ranks(num_ranks, on_both, tmp_path, group=False)[0]
     torch.testing.assert_close(found, evaluated_by(transformers, tmp_path))

@@ -197,9 +197,9 @@ def on_ranks(stage, folder, resume=None, epochs=2, **more):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
+def test_two_ranks_are_one_with_all_rows(ranks, tmp_path, stage):
     plain, kept, module = fitted(options={"batch_norm": False})
-    losses, metrics, params, _ = zerofn.run(on_ranks, stage, tmp_path, ranks=2)
+    losses, metrics, params, _ = ranks(2, on_ranks, stage, tmp_path, group=False)[0]
     np.testing.assert_allclose(losses, kept.losses, rtol=1e-5)
     for name, x in module.named_parameters():
         torch.testing.assert_close(params[name], x.detach(), rtol=1e-3, atol=1e-5)
@@ -208,9 +208,9 @@ def test_two_ranks_are_one_with_all_rows(tmp_path, stage):
 
 
 @pytest.mark.whole
-def test_a_checkpoint_goes_on_with_other_ranks(tmp_path):
+def test_a_checkpoint_goes_on_with_other_ranks(ranks, tmp_path):
     whole, kept, _ = fitted(max_epochs=4, options={"batch_norm": False})
-    *_, path = zerofn.run(on_ranks, 3, tmp_path, ranks=2)
+    *_, path = ranks(2, on_ranks, 3, tmp_path, group=False)[0]
     assert zerofn.verify(f"{path}.zerofn") == []
     pl.seed_everything(99, verbose=False)
     again, more = trainer_of(ZeroFnStrategy(stage=1), max_epochs=4)

@@ -177,8 +177,8 @@ def on_ranks(stage):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_ranks_are_one(stage):
-    for make, (losses, params) in zip(BY_RANKS, zerofn.run(on_ranks, stage, ranks=2), strict=True):
+def test_two_ranks_are_one(ranks, stage):
+    for make, (losses, params) in zip(BY_RANKS, ranks(2, on_ranks, stage, group=False)[0], strict=True):
         theirs, wanted = trained(make)
         np.testing.assert_allclose(losses, theirs, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
@@ -208,8 +208,8 @@ def of_own_sizes():
 
 
 @pytest.mark.whole
-def test_ranks_may_have_batches_of_other_sizes():
-    zerofn.run(of_own_sizes, ranks=2)
+def test_ranks_may_have_batches_of_other_sizes(ranks):
+    ranks(2, of_own_sizes, group=False)
 
 
 class ChangesEps(Module):

@@ -197,9 +197,10 @@ def test_methods_are_called_as_often(tmp_path):
 
 
 @pytest.mark.whole
-def test_methods_are_called_as_often_on_ranks(tmp_path):
+@pytest.mark.filterwarnings("ignore:Using `DistributedSampler` with the dataloaders")
+def test_methods_are_called_as_often_on_ranks(ranks, tmp_path):
     """As by DDP, on each rank."""
-    zerofn.run(check, tmp_path, ranks=2)
+    ranks(2, check, tmp_path, group=False)
 
 
 REFUSED = [

@@ -93,8 +93,8 @@ def test_lightning_opens_the_best_checkpoint(tmp_path):
 
 
 @pytest.mark.whole
-def test_lightning_opens_what_two_ranks_have_written(tmp_path):
-    path = zerofn.run(on_ranks, tmp_path, ranks=2)
+def test_lightning_opens_what_two_ranks_have_written(ranks, tmp_path):
+    path = ranks(2, on_ranks, tmp_path, group=False)[0]
     trainer, module = fitted(ZeroFnStrategy(), tmp_path, resume=path, max_epochs=3)
     assert trainer.global_step == 12 and len(module.losses) == 4
 

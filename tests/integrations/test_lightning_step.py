@@ -146,8 +146,8 @@ def on_ranks():
 
 
 @pytest.mark.whole
-def test_metrics_are_of_all_ranks():
-    measured, kept = zerofn.run(on_ranks, ranks=2)
+def test_metrics_are_of_all_ranks(ranks):
+    measured, kept = ranks(2, on_ranks, group=False)[0]
     wanted = run(Measures)[1]
     for name in ("accuracy_epoch", "mean"):
         assert measured[name] == pytest.approx(wanted[name], rel=1e-5), name

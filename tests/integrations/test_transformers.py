@@ -1,12 +1,10 @@
 """transformers' Trainer with ZeroFn's step, beside transformers' own on one process."""
 
 import json
-import os
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 
 import zerofn
@@ -177,7 +175,7 @@ def test_evaluation_and_the_best_model(tmp_path):
     np.testing.assert_allclose(logits[1], logits[0], rtol=1e-3, atol=1e-4)
 
 
-def train_on_ranks(folder, more, steps, resume=None):
+def train_on_ranks(folder, more, resume=None):
     """On every rank; the losses, and on rank 0 the parameters."""
     args = TrainingArguments(**options(folder, **more))
     trainer = Trainer(model_init=build, args=args, train_dataset=rows())
@@ -189,9 +187,9 @@ def train_on_ranks(folder, more, steps, resume=None):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("stage", [1, 3])
-def test_two_ranks_are_one_with_twice_the_rows(tmp_path, stage):
+def test_two_ranks_are_one_with_twice_the_rows(ranks, tmp_path, stage):
     more = {"stage": stage, "per_device_train_batch_size": 2}
-    mine, params = zerofn.run(train_on_ranks, tmp_path, more, STEPS, ranks=2)
+    mine, params = ranks(2, train_on_ranks, tmp_path, more, group=False)[0]
     plain = theirs(tmp_path, {})
     np.testing.assert_allclose(mine, losses(plain), rtol=1e-6)
     for name, x in plain.model.named_parameters():
@@ -201,7 +199,7 @@ def test_two_ranks_are_one_with_twice_the_rows(tmp_path, stage):
 
 
 @pytest.mark.whole
-def test_a_run_goes_on_with_other_ranks(tmp_path):
+def test_a_run_goes_on_with_other_ranks(ranks, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": None}
     whole = ours(tmp_path / "whole", {"max_steps": 6})
     ours(tmp_path / "run", {**saving, "max_steps": 6})
@@ -210,9 +208,8 @@ def test_a_run_goes_on_with_other_ranks(tmp_path):
     np.testing.assert_allclose(losses(one), losses(whole), rtol=1e-6)
     assert_same_trees(zerofn.unshard(one.sharded.params), zerofn.unshard(whole.sharded.params))
     more = {**saving, "per_device_train_batch_size": 2, "stage": 2}
-    mine, _ = zerofn.run(
-        train_on_ranks, tmp_path / "run", more, 6, resume=str(tmp_path / "run" / "checkpoint-4"), ranks=2
-    )
+    saved = str(tmp_path / "run" / "checkpoint-4")
+    mine, _ = ranks(2, train_on_ranks, tmp_path / "run", more, saved, group=False)[0]
     np.testing.assert_allclose(mine, losses(whole), rtol=1e-6)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-4")
     assert again.config.architectures == ["LlamaForCausalLM"]
@@ -478,8 +475,6 @@ class OwnRate(transformers.TrainerCallback):
 
 
 def on_ranks(folder):
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun, where Trainer makes the process group
-    dist.destroy_process_group()
     found = ragged_on_ranks(folder, 2, 3)
     trainer = Trainer(build(), TrainingArguments(**options(folder)), train_dataset=rows(), callbacks=[OwnRate()])
     with pytest.raises(ValueError, match=r"rank 1's are others than rank 0's. Rank \d has the learning rates"):
@@ -495,9 +490,7 @@ def on_ranks(folder):
 def test_ranks_whose_rows_differ_in_length_or_rates(ranks, tmp_path):
     """Rows are padded where that is neutral, and train as under DDP where not; a rank's own rates are an error."""
     given = {"train_dataset": rows(48, odd=True), "data_collator": padded}
-    ranks.stop()
-    mine, loss, logits = ranks(2, on_ranks, tmp_path)[0]
-    ranks.stop()  # others get a group of the fixture's
+    mine, loss, logits = ranks(2, on_ranks, tmp_path, group=False)[0]
     np.testing.assert_allclose(mine, losses(theirs(tmp_path, {"max_steps": 3}, **given)), rtol=1e-6)
     alone = ragged_on_ranks(tmp_path, 2, 3)
     assert logits.shape == alone[2].shape and np.isfinite(loss)
@@ -657,8 +650,8 @@ def short_groups_on_ranks(folder):
     return [short_groups(folder, case, 2) for case in ("tokens", "tokens of a rank")]
 
 
-def test_short_groups_on_two_ranks(tmp_path):
-    for plain, mine in zerofn.run(short_groups_on_ranks, tmp_path, ranks=2):
+def test_short_groups_on_two_ranks(ranks, tmp_path):
+    for plain, mine in ranks(2, short_groups_on_ranks, tmp_path, group=False)[0]:
         assert plain[1][0] > 1.5 * plain[0][0]
         np.testing.assert_allclose(mine, plain, rtol=1e-5)
 

@@ -110,8 +110,8 @@ def test_methods_and_hooks_are_called_as_often(tmp_path, name):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", ["Trainer", "Seq2SeqTrainer"])
-def test_methods_and_hooks_are_called_as_often_on_ranks(tmp_path, name):
-    check(*zerofn.run(both, tmp_path, name, ranks=2))
+def test_methods_and_hooks_are_called_as_often_on_ranks(ranks, tmp_path, name):
+    check(*ranks(2, both, tmp_path, name, group=False)[0])
 
 
 def check(plain, moved):

@@ -5,7 +5,6 @@ import pytest
 import torch
 import transformers
 
-import zerofn
 from tests.integrations.test_transformers import losses, options, rows
 from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations.transformers import Trainer, TrainingArguments
@@ -61,12 +60,13 @@ def on_ranks(folder, build, axes, rank_rows, initialised):
 @pytest.mark.parametrize(
     "build, axes, rank_rows, initialised", [(llama, "data=-1,tensor=2", 4, False), (mixtral, "expert=2", 2, True)]
 )
-def test_ranks_of_a_mesh_are_one(tmp_path, build, axes, rank_rows, initialised):
+def test_ranks_of_a_mesh_are_one(ranks, tmp_path, build, axes, rank_rows, initialised):
     args = transformers.TrainingArguments(**options(tmp_path / "plain", **more(4)))
     given = {"train_dataset": rows(), "eval_dataset": rows(8), "compute_metrics": accuracy}
     plain = transformers.Trainer(build(), args, **given)
     plain.train()
-    mine, _, predictions, refused = zerofn.run(on_ranks, tmp_path, build, axes, rank_rows, initialised, ranks=2)
+    given = (tmp_path, build, axes, rank_rows, initialised)
+    mine, _, predictions, refused = ranks(2, on_ranks, *given, group=False)[0]
     for ours, theirs in zip(mine, found(plain), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5)
     np.testing.assert_allclose(predictions, plain.predict(rows(6)).predictions, rtol=1e-3, atol=1e-4)

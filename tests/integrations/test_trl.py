@@ -11,7 +11,6 @@ import transformers
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-import zerofn
 from tests.integrations.test_adapters import base
 from tests.integrations.test_transformers import pytestmark as pytestmark
 from zerofn.integrations.transformers import TrainingArguments
@@ -169,9 +168,9 @@ def on_ranks(folder):
 
 
 @pytest.mark.whole
-def test_two_ranks_are_one_with_twice_the_rows(tmp_path):
+def test_two_ranks_are_one_with_twice_the_rows(ranks, tmp_path):
     """What TRL averages over a batch's tokens is averaged over those of both ranks; DPO's loss is a mean over pairs."""
-    tuned, preferred = zerofn.run(on_ranks, tmp_path, ranks=2)
+    tuned, preferred = ranks(2, on_ranks, tmp_path, group=False)[0]
     assert_logged_alike(tuned, run(trl.SFTTrainer, trl.SFTConfig, tmp_path, "text", adapted=True))
     assert_logged_alike(preferred, run(trl.DPOTrainer, trl.DPOConfig, tmp_path, "pairs"))
 

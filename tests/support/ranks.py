@@ -8,16 +8,16 @@
     def test_sum(ranks):
         assert ranks(2, sum_of_ranks, 1) == [3.0, 3.0]
 
-Workers are forked from one server process that has already imported torch, so the first call costs
-one import of torch and a restart after a failure costs milliseconds.
+Workers are forked from a process in which everything that tests import is imported (`fork_server`), so that one costs
+milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import importlib
 import io
-import multiprocessing
 import os
 import pickle
 import signal
@@ -37,16 +37,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support import runtimes
+from tests.support.fork_server import Forked, ForkServer
 from zerofn.comm.meshes import Meshes
 from zerofn.util.process import instead
 
-# Imported once in the fork server; only what the tests have imported anyway, so nothing can fail, and dynamo, which
-# torch imports for the first fake tensor.
-PRELOAD = ("torch", "torch.distributed", "optree", "tensordict", "transformers", "zerofn", "pytest")
 # What a rank would import for its first step, and for its first model: a thousand modules, in seconds.
-FIRST = {"zerofn": "zerofn.compile", "transformers": "transformers.models.llama.modeling_llama"}
-# Rooms that import other libraries, which few ranks need.
-LEFT_OUT = ("zerofn.integrations", "zerofn.interop", "zerofn.notebook")
+FIRST = ("zerofn.compile", "torch._dynamo", "transformers.models.llama.modeling_llama")
+SERVER, FILTERS = pytest.StashKey[ForkServer](), pytest.StashKey[list[str]]()
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
 LOG_LINES = 40
@@ -68,12 +65,13 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Group:
-    """The process group a call runs in; workers keep theirs while `generation` is the same."""
+    """The process group a call runs in; workers keep theirs while `generation` is the same. `made`: before the call."""
 
     generation: int
     rank: int
     size: int
     port: int
+    made: bool
 
 
 @dataclass(frozen=True)
@@ -82,17 +80,6 @@ class Call:
     payload: bytes
     sys_path: list[str]
     warning_filters: tuple[str, ...]
-
-
-@dataclass
-class Worker:
-    process: multiprocessing.process.BaseProcess
-    connection: Connection
-    log: Path
-
-    def log_tail(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return "\n".join(lines[-LOG_LINES:])
 
 
 # --- values between processes: tensors travel as bytes, never as shared-memory descriptors ------
@@ -139,13 +126,10 @@ def _dumps(value, keep_grad: bool = False) -> bytes:
 # --- in the worker -------------------------------------------------------------------------------
 
 
-def _work(connection: Connection, log: str) -> None:
+def _work(connection: Connection) -> None:
     """A worker's life: answer calls until the test session closes its end."""
-    file = open(log, "w", buffering=1)
-    os.dup2(file.fileno(), 1)
-    os.dup2(file.fileno(), 2)
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR1, file)  # the parent's question to a rank that hangs
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the parent's question to a rank that hangs
     torch.set_num_threads(1)
     generation = None
     while True:
@@ -160,8 +144,15 @@ def _work(connection: Connection, log: str) -> None:
         if call is None:
             continue
         reply = _answer(call, join=generation is None)
+        _keep_coverage()
         generation = call.group.generation
         connection.send_bytes(reply)
+
+
+def _keep_coverage() -> None:
+    """Where lines are counted: what a call has run counts, although ranks are killed."""
+    if "coverage" in sys.modules and (counting := sys.modules["coverage"].Coverage.current()):
+        counting.save()
 
 
 def _answer(call: Call, join: bool) -> bytes:
@@ -187,7 +178,7 @@ def _answer(call: Call, join: bool) -> bytes:
 
 
 def _join(group: Group) -> None:
-    """Become rank `group.rank` of a fresh default group, with torchrun's variables set."""
+    """Become rank `group.rank` of a fresh default group, or of one that is to be made, with torchrun's variables."""
     variables = {
         "RANK": group.rank,
         "LOCAL_RANK": group.rank,
@@ -196,20 +187,17 @@ def _join(group: Group) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": group.port,
     }
+    if not group.made:
+        variables["TORCHELASTIC_USE_AGENT_STORE"] = True
     os.environ.update({name: str(value) for name, value in variables.items()})
+    if not group.made:
+        return
     server = dist.TCPStore("127.0.0.1", group.port, is_master=False)
     store = dist.PrefixStore(f"group{group.generation}", server)
     dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.size)
 
 
 # --- in the test session -------------------------------------------------------------------------
-
-
-def preloaded() -> list[str]:
-    """What the fork server imports before it makes the first rank."""
-    own = sorted(m for m in sys.modules if m.startswith("zerofn.") and not m.startswith(LEFT_OUT))
-    there = [m for m in PRELOAD if m in sys.modules]
-    return [*there, *own, *(first for m, first in FIRST.items() if m in there), "torch._dynamo"]
 
 
 class RankPool:
@@ -222,34 +210,43 @@ class RankPool:
     A rank that raises, dies or takes longer than `timeout` seconds ends the call on all ranks:
     workers are killed (the next call starts new ones) and `RankError` carries what it said.
     With `expect_errors=True` ranks that raised or died have a `RankFailure` in place of a result;
-    a rank that does not finish is an error there too.
+    a rank that does not finish is an error there too. With `group=False` ranks are new and have no
+    process group, as torchrun starts them; afterwards they are ended.
     """
 
-    def __init__(self, warning_filters: Sequence[str] = ()):
-        self.warning_filters = tuple(warning_filters)
-        self._context = multiprocessing.get_context("forkserver")
+    def __init__(self, server: ForkServer, warning_filters: Sequence[str] = ()):
+        self.warning_filters = warning_filters
+        self._server = server
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._workers: list[Worker] = []
+        self._workers: list[Forked] = []
         self._group_size = 0
         self._generation = 0
         self._num_started = 0
         self._store: dist.TCPStore | None = None
 
     def __call__(
-        self, num_ranks: int, function: Callable, *args: Any, timeout: float = 120.0, expect_errors: bool = False
+        self,
+        num_ranks: int,
+        function: Callable,
+        *args: Any,
+        timeout: float = 120.0,
+        expect_errors: bool = False,
+        group: bool = True,
     ) -> list[Any]:
         deadline = time.monotonic() + timeout
         payload = self._payload(function, args)
+        if not group:
+            self.stop()
         try:
-            self._start(num_ranks)
-            self._send(num_ranks, payload)
+            self._start(num_ranks, group)
+            self._send(num_ranks, payload, group)
             replies, order = self._collect(num_ranks, deadline, patient=expect_errors)
             hung = self._stacks([rank for rank in range(num_ranks) if rank not in replies])
         except BaseException:  # an interrupt as well: half-done calls must not be answered later
             self.stop()
             raise
         failures = [replies[rank] for rank in order if isinstance(replies[rank], RankFailure)]
-        if failures or hung:
+        if failures or hung or not group:
             self.stop()
         if hung or (failures and not expect_errors):
             raise RankError(_report(num_ranks, failures, hung, timeout))
@@ -258,9 +255,9 @@ class RankPool:
     def stop(self) -> None:
         """Kill every worker; the next call starts new ones."""
         for worker in self._workers:
-            worker.process.kill()
+            worker.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.join(GRACE_SECONDS)
             worker.connection.close()
         self._workers.clear()
         self._group_size = 0
@@ -268,6 +265,7 @@ class RankPool:
     def close(self) -> None:
         self.stop()
         self._store = None
+        self._server.close()
         self._logs.cleanup()
 
     @staticmethod
@@ -281,29 +279,23 @@ class RankPool:
                 "function at the top of the test module and bind values with arguments"
             ) from error
 
-    def _start(self, num_ranks: int) -> None:
-        if self._store is None:
+    def _start(self, num_ranks: int, made: bool) -> None:
+        if self._store is None or not made:
             # The session holds the rendezvous store, as torchrun's agent does: it outlives ranks.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._context.set_forkserver_preload(preloaded())
         while len(self._workers) < num_ranks:
-            ours, theirs = multiprocessing.Pipe()
-            log = Path(self._logs.name) / f"worker{self._num_started}.log"
             self._num_started += 1
-            process = self._context.Process(target=_work, args=(theirs, str(log)), daemon=True)
-            process.start()
-            theirs.close()  # so that a dead worker reads as end of file
-            self._workers.append(Worker(process, ours, log))
+            self._workers.append(self._server.start(Path(self._logs.name) / f"worker{self._num_started}.log"))
 
-    def _send(self, num_ranks: int, payload: bytes) -> None:
+    def _send(self, num_ranks: int, payload: bytes, made: bool) -> None:
         if num_ranks != self._group_size:
             for worker in self._workers[num_ranks : self._group_size]:
                 worker.connection.send_bytes(pickle.dumps(None))  # leave the group of before
             self._group_size = num_ranks
             self._generation += 1
         for rank in range(num_ranks):
-            group = Group(self._generation, rank, num_ranks, self._store.port)
-            call = Call(group, payload, sys.path, self.warning_filters)
+            group = Group(self._generation, rank, num_ranks, self._store.port, made)
+            call = Call(group, payload, sys.path, tuple(self.warning_filters))
             with contextlib.suppress(BrokenPipeError):  # found dead when its answer is awaited
                 self._workers[rank].connection.send_bytes(pickle.dumps(call))
 
@@ -324,18 +316,21 @@ class RankPool:
 
     def _died(self, rank: int) -> RankFailure:
         worker = self._workers[rank]
-        worker.process.join(GRACE_SECONDS)
-        message = f"the process ended with exit code {worker.process.exitcode}"
-        return RankFailure(rank, "Died", message, worker.log_tail())
+        message = f"the process ended with exit code {worker.join(GRACE_SECONDS)}"
+        return RankFailure(rank, "Died", message, _log_tail(worker))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Where each of `ranks` stands now, from faulthandler."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+                os.kill(self._workers[rank].pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.2)
-        return {rank: self._workers[rank].log_tail() for rank in ranks}
+        return {rank: _log_tail(self._workers[rank]) for rank in ranks}
+
+
+def _log_tail(worker: Forked) -> str:
+    return "\n".join(worker.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
 
 def _report(num_ranks: int, failures: list[RankFailure], hung: dict[int, str], timeout) -> str:
@@ -349,9 +344,27 @@ def _report(num_ranks: int, failures: list[RankFailure], hung: dict[int, str], t
     return "\n\n".join(parts)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """Fork the server where a test needs it, before any has run."""
+    if session.config.option.collectonly or not any("ranks" in getattr(x, "fixturenames", ()) for x in session.items):
+        return
+    for name in FIRST:
+        if name.split(".")[0] in sys.modules:
+            importlib.import_module(name)
+    session.config.stash[SERVER] = ForkServer(_work)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Warnings are on ranks what they are in the test."""
+    marks = [line for mark in item.iter_markers("filterwarnings") for line in mark.args]
+    item.config.stash.setdefault(FILTERS, [])[:] = [*item.config.getini("filterwarnings"), *marks]
+
+
 @pytest.fixture(scope="session")
 def ranks(pytestconfig):
-    """`ranks(n, function, *args, timeout=120.0, expect_errors=False)`: see `RankPool`."""
-    pool = RankPool(pytestconfig.getini("filterwarnings"))
+    """`ranks(n, function, *args, timeout=120.0, expect_errors=False, group=True)`: see `RankPool`."""
+    pool = RankPool(pytestconfig.stash[SERVER], pytestconfig.stash[FILTERS])
     yield pool
     pool.close()

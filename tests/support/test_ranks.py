@@ -1,4 +1,6 @@
+import contextlib
 import os
+import sys
 import time
 import warnings
 
@@ -149,3 +151,51 @@ def return_a_subclass():
 def test_a_result_that_is_no_plain_tensor_is_named(ranks):
     with pytest.raises(RankError, match="a Tagged cannot travel"):
         ranks(1, return_a_subclass)
+
+
+def make_a_group():
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    return sum_of_ranks(1).tolist(), os.getpid()
+
+
+def test_ranks_without_a_group_make_one_and_are_new_each_time(ranks):
+    (pid,), again = ranks(1, own_pid), [ranks(2, make_a_group, group=False) for _ in range(2)]
+    assert [x for each in again for x, _ in each] == [[3.0] * 3] * 4
+    assert len({pid, *(x for each in again for _, x in each)}) == 5
+    assert ranks(2, sum_of_ranks, 1)[0].tolist() == [3.0] * 3  # in a group of the fixture's
+
+
+def own_pid():
+    return os.getpid()
+
+
+@pytest.mark.filterwarnings("ignore:something odd")
+def test_warnings_that_a_test_ignores_are_ignored_on_ranks(ranks):
+    assert ranks(1, warn) == [None]
+
+
+LEFT = []  # what a test leaves in this process
+
+
+def what_is_left():
+    return LEFT, sys.stdin.read(), pipes()
+
+
+def pipes():
+    found = set()
+    for handle in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/self/fd/{handle}"))
+    return {x for x in found if x.startswith("pipe")}
+
+
+def test_ranks_begin_without_what_tests_leave_behind(ranks):
+    LEFT.append(1)
+    try:
+        ranks.stop()
+        ((left, text, theirs),) = ranks(1, what_is_left)
+        assert (left, text) == ([], "")
+        assert not theirs & pipes(), "somebody may wait for the end of one of pytest's"
+    finally:
+        LEFT.clear()
