@@ -12,9 +12,8 @@ import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import collectives
 from zerofn.comm import transport
-from zerofn.job import failures
+from zerofn.job import failures, heartbeat
 from zerofn.job import in_flight as pending
-from zerofn.job import watchdog as watch
 from zerofn.util.process import the
 
 FOR_EVER = 20.0  # seconds
@@ -25,7 +24,7 @@ class Kernels:
 
     def __init__(self, patch):
         self.aborted, self.num_started = threading.Event(), 0
-        abort, destroy = watch.abort_groups, dist.destroy_process_group
+        abort, destroy = heartbeat.abort_groups, dist.destroy_process_group
 
         def ends():
             self.aborted.set()
@@ -35,7 +34,7 @@ class Kernels:
             assert self.aborted.is_set() or not self.num_started, "the shutdown waits for kernels"
             destroy(*args)
 
-        for module in (failures, watch):
+        for module in (failures, heartbeat):
             patch.setattr(module, "abort_groups", ends)
         patch.setattr(dist, "destroy_process_group", shuts_down)
         patch.setattr(transport, "_is_gloo", lambda group, x: False)
@@ -59,8 +58,8 @@ class Kernels:
 @contextlib.contextmanager
 def kernels(backend):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "ENDS_BY_ITSELF", ())
-        patch.setattr(watch, "SECONDS", 0.2)
+        patch.setattr(failures, "_END_BY_THEMSELVES", ())
+        patch.setattr(heartbeat, "SECONDS", 0.2)
         patch.setattr(failures, "backend_on", lambda group, device="cpu": backend)
         yield Kernels(patch)
 

@@ -29,10 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch_compat import all_gather_single, reduce_scatter_single
-from ..job.failures import backend_on, group_named
+from ..job.failures import Signs, backend_on, group_named
 from ..job.in_flight import Works, pending
 from ..job.step_order import meetings
-from ..job.watchdog import watch
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
@@ -70,7 +69,7 @@ def wait_(tensor: Tensor) -> Tensor:
     """Wait for the transfer into `tensor`, if there is one. Raises `RanksOutOfStep` if other ranks do other things."""
     meetings().settle()
     if pending().wait(tensor):
-        watch().tell()  # it may have ended because it was aborted
+        the(Signs).raise_if_aborted()  # it may have ended because it was aborted
     return tensor
 
 

@@ -31,6 +31,7 @@ LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
 GIVEN_UP = "zerofn/given up"  # which process was silent for too long
 _FAILED = "zerofn/failed"
 _SHOWN = 3  # lines of a long text
+_END_BY_THEMSELVES = ("", "gloo", "fake")  # backends
 
 
 def _never_destroyed(*things: Any) -> None:
@@ -45,7 +46,8 @@ class Signs:
     """What this rank has told the others.
 
     `heard`: what another rank has said when it failed. `mute`: whether the store does not answer. `taken_down`: why
-    this one has taken its process group down, if it has; `leaving` is held while it does. `before_leaving`: what drops
+    this one has taken its process group down, if it has; `leaving` is held while it does. `aborted`: why transfers were
+    aborted that may seem to have ended. `before_leaving`: what drops
     references to the group, which would keep its connections open, and the other ranks waiting. `inherited`: in a
     forked process, the group of the rank that it was forked from.
     """
@@ -54,6 +56,7 @@ class Signs:
         self.heard: str | None = None
         self.mute = False
         self.taken_down: str | None = None
+        self.aborted: str | None = None
         self.leaving = threading.RLock()
         self.before_leaving: list[Callable[[], object]] = []
         self.inherited: dist.ProcessGroup | None = None
@@ -70,6 +73,12 @@ class Signs:
         for drop in self.before_leaving:
             drop()
 
+    def raise_if_aborted(self) -> None:
+        """Raise `RuntimeError` if transfers were aborted: what they left is no result."""
+        if self.aborted is not None:
+            self.let_go()
+            raise RuntimeError(f"stopped, because another rank failed. {self.aborted}")
+
 
 def backend_on(group: dist.ProcessGroup | None, device: str = "cpu") -> str:
     """Return the backend of a group for a device type, "" without one. A group that was made without a backend's name
@@ -77,6 +86,11 @@ def backend_on(group: dist.ProcessGroup | None, device: str = "cpu") -> str:
     """
     pairs = (x.partition(":") for x in dist.get_backend_config(group).split(","))
     return next((backend for kind, _, backend in pairs if kind == device), "")
+
+
+def ends_by_itself(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group's transfers end when a rank is gone. A kernel of NCCL goes on waiting, and the host for it."""
+    return backend_on(group, "cuda") in _END_BY_THEMSELVES
 
 
 def refuse_after_failure() -> None:

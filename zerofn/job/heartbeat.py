@@ -2,7 +2,8 @@
 
 A thread does, with a connection of its own to the job's store. So a rank that writes to a slow drive is told from one
 that is frozen or gone. The same thread hears of failures: a message is known here before the rank that holds the
-store, and failed, has ended.
+store, and failed, has ended. Transfers of gloo end when the other rank's connections close; where they do not, as
+NCCL's, the thread aborts the groups, and the failure is raised at the next wait and at the end of the step.
 
 It also looks after the next rank. A process that is stopped, or whose machine is, keeps its connections, so whoever
 waits for a transfer from it would wait for half an hour: after `PATIENCE` seconds without a sign the threads end all
@@ -25,10 +26,19 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from .._torch_compat import groups_of_process
+from .._torch_compat import abort_groups, groups_of_process
 from ..util.other_processes import this_process
 from ..util.process import the
-from .failures import GIVEN_UP, Signs, backend_on, kill_given_up, publish_failure, published_failure, store_of_job
+from .failures import (
+    GIVEN_UP,
+    Signs,
+    backend_on,
+    ends_by_itself,
+    kill_given_up,
+    publish_failure,
+    published_failure,
+    store_of_job,
+)
 from .signed_store import SignedStore
 from .waiting import Wait, Waiting
 
@@ -91,7 +101,7 @@ class Heartbeat:
         self.stop()
         self._store, self._over = store.connected_again(), threading.Event()
         self._group = weakref.ref(group)
-        the(Signs).mute, self._last = False, time.monotonic()
+        the(Signs).mute, the(Signs).aborted, self._last = False, None, time.monotonic()
         self.beat()
         for work, name in ((self._go_on, "zerofn-heartbeat"), (self._guard, "zerofn-guard")):
             self._threads.append(threading.Thread(target=work, args=(self._over,), name=name, daemon=True))
@@ -160,6 +170,10 @@ class Heartbeat:
                 if message is not None and the(Signs).heard is None:
                     the(Signs).heard = message
                     store.set(f"{_HEARD}{rank}", "")
+                if message is not None and not all(map(ends_by_itself, groups_of_process())):
+                    with the(Signs).leaving:
+                        the(Signs).taken_down = the(Signs).aborted = message
+                        abort_groups()
                 waits = 0.0 if message is None else waits + SECONDS
                 if waits > (_HEARING if after.silent > PATIENCE else _GRACE):
                     end_transfers()

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from ..memory.turns import refuse_while_capturing
 from ..util.process import the
-from .failures import Signs, abandon, apart, backend_on, group_named, is_there, last_text, store_of_job
+from .failures import Signs, abandon, apart, backend_on, ends_by_itself, group_named, is_there, last_text, store_of_job
+from .heartbeat import heartbeat
 from .in_flight import Works, ended, pending
-from .watchdog import watch
 
 _BYTES = 160  # of a message: a digest and a name
 _DIGEST = 8
@@ -110,7 +110,7 @@ class Meetings:
         """Wait for what the ranks before this one have sent. Raises `RanksOutOfStep` if one is elsewhere, and
         `RuntimeError` if another rank has failed.
         """
-        watch().tell()
+        the(Signs).raise_if_aborted()
         while self._open:
             meeting = self._open.popleft()
             if not torch.equal(self._receive(meeting), meeting.mine):
@@ -139,7 +139,8 @@ class Meetings:
         if size == 1 or backend_on(group) == "fake":
             return
         refuse_while_capturing(what)
-        watch().over(group)
+        if not ends_by_itself(group):
+            heartbeat().start()  # which ends its transfers if another rank fails
         host, rank = self.host_of(group), group.rank()
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         self._hashes[group] = int.from_bytes(digest[:2], "little") & 0xFFF

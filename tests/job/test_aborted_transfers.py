@@ -1,6 +1,5 @@
 """Failures that a rank hears of while a transfer keeps it waiting."""
 
-import threading
 import time
 
 import pytest
@@ -10,16 +9,15 @@ import torch.distributed as dist
 import zerofn
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import collectives
-from zerofn.job import agreement, failures
+from zerofn.job import agreement, failures, heartbeat
 from zerofn.job import in_flight as pending
-from zerofn.job import watchdog as watch
 from zerofn.util.process import the
 
 
 def as_if_for_ever(patch):
     """gloo counts as a backend whose transfers do not end when a rank is gone."""
-    patch.setattr(watch, "ENDS_BY_ITSELF", ())
-    patch.setattr(watch, "SECONDS", 0.2)
+    patch.setattr(failures, "_END_BY_THEMSELVES", ())
+    patch.setattr(heartbeat, "SECONDS", 0.2)
 
 
 def heard(fails, waits):
@@ -57,13 +55,13 @@ def evaluate():
 def test_a_rank_that_waits_hears_of_a_failure(ranks, waits):
     (message, seconds), _ = ranks(2, heard, breaks, waits)
     ranks.stop()
-    assert "it broke" in message  # of the transfer, or of the process group, which the watch took down just before
+    assert "it broke" in message  # of the transfer, or of the process group, which the heartbeat took down just before
     assert "another rank failed" in message or "was taken down" in message
     assert seconds < 2.5
 
 
 def taken_down_in(name):
-    """What rank 0 raises if the watch takes the group down as an agreement comes to this function of its own."""
+    """What rank 0 raises if the group is taken down as an agreement comes to this function of its own."""
     with pytest.MonkeyPatch.context() as patch:
         once = getattr(agreement, name)
 
@@ -93,22 +91,13 @@ def at_the_end_of_a_step():
         as_if_for_ever(patch)
         state, step = state_of(build(2), 3), zerofn.compile(train_step_of(build(2)))
         state, _ = step(state, batch_of(dist.get_rank()))
-        the(watch.FailureWatch).failure = "rank 1: it broke"
+        the(failures.Signs).aborted = "rank 1: it broke"
         with pytest.raises(RuntimeError, match="another rank failed. rank 1: it broke"):
             step(state, batch_of(dist.get_rank()))
-        the(watch.FailureWatch).failure = None
+        the(failures.Signs).aborted = None
         return True
 
 
 def test_a_step_raises_what_was_heard(ranks):
     assert all(ranks(2, at_the_end_of_a_step))
     ranks.stop()
-
-
-def threads():
-    reduce()
-    return [x.name for x in threading.enumerate() if x.name == "zerofn-watch"]
-
-
-def test_gloo_needs_no_watch(ranks):
-    assert ranks(2, threads) == [[], []]
