@@ -7,6 +7,7 @@ L2).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import fused_adam_, fused_adamw_
+from .kernel_args import Rule
+from .reference import bits_of, floats_of, fma
 from .update_rule import define_rule, gradient, rate_of
 
 
@@ -64,4 +67,27 @@ def _kernel(b1: float, b2: float, eps: float, decoupled: bool) -> tuple[str, dic
     return "adamw" if decoupled else "adam", {"b1": b1, "b2": b2, "eps": eps}
 
 
-define_rule("adamw", ["m", "v"], "float b1, float b2, float eps, bool decoupled", _update, _kernel)
+def _lossy(p: Tensor, m: Tensor, v: Tensor, g: Tensor, c: dict[str, Tensor]) -> None:
+    """`zf_adam_lossy` of rules.h."""
+    if c["l2"]:
+        g = fma(p, c["l2"], g)
+    p.mul_(c["shrink"])
+    m.copy_(fma(c["c1"], g - m, m))
+    v.copy_(fma(c["c2"], g * g - v, v))
+    root = floats_of((bits_of(v) >> 1) + 0x1FBD1DF5)
+    square = fma(root, 2 * c["near"], v + c["near"] * c["near"])
+    y = floats_of(0x5F1FFFF9 - (bits_of(square) >> 1))
+    p.copy_(fma(m * y * fma(-(square * y), y, torch.tensor(2.38924456)), c["quick"], p))
+
+
+define_rule(
+    "adamw",
+    ["m", "v"],
+    "float b1, float b2, float eps, bool decoupled",
+    _update,
+    _kernel,
+    {
+        "adamw": Rule(0, 2, partial(_update, decoupled=True), _lossy, decoupled=True, corrected=True),
+        "adam": Rule(0, 2, partial(_update, decoupled=False), _lossy, corrected=True),
+    },
+)

@@ -20,7 +20,7 @@ from .._torch_compat import OpOverload
 from . import formats as _formats  # noqa: F401  (defines zerofn::split, join, encode and decode)
 from . import fp8 as _fp8  # noqa: F401  (defines zerofn::fp8_encode and fp8_decode)
 from .formats import HALF, LOW
-from .kernel_args import BLOCK, RULES
+from .kernel_args import BLOCK
 
 Parts = Sequence[Tensor]  # what stores one tensor: itself, or a codec's parts
 
@@ -125,14 +125,14 @@ class MomentFormat:
     """How an optimizer's moments are stored.
 
     `first`, `second`: the codecs of the first moment, of any sign, and of the second, which is never negative.
-    `dtype`: the public one, None for the parameters'. `kernels`: the rules whose kernels take the parts as stored,
-    and round stochastically; for other rules torch's operations decode, update and encode.
+    `dtype`: the public one, None for the parameters'. `kernels`: whether they take the parts as stored, and round
+    stochastically; otherwise torch's operations decode, update and encode.
     """
 
     first: Codec = PLAIN
     second: Codec = PLAIN
     dtype: torch.dtype | None = None
-    kernels: frozenset[str] = frozenset()
+    kernels: bool = False
 
     @property
     def codecs(self) -> tuple[Codec, Codec]:
@@ -146,9 +146,9 @@ class MomentFormat:
 
 
 MOMENTS = {
-    None: MomentFormat(kernels=frozenset(RULES)),
-    "bf16": MomentFormat(dtype=torch.bfloat16, kernels=frozenset(RULES)),
-    "8bit": MomentFormat(SIGNED, UNSIGNED, kernels=frozenset(RULES)),
+    None: MomentFormat(kernels=True),
+    "bf16": MomentFormat(dtype=torch.bfloat16, kernels=True),
+    "8bit": MomentFormat(SIGNED, UNSIGNED, kernels=True),
     "fp8": MomentFormat(E4M3, E5M2),
 }
 

@@ -165,16 +165,15 @@ def update_(
     count: int,
     offset: int = 0,
 ) -> None:
-    """One step of `rule` on a shard, in place: `adamw`, `adam`, `lion`, `sgd` or `sgd_momentum`.
+    """One step of a rule of `kernel_args.RULES` on a shard, in place.
 
     `p`: [fp32 [size]], or a split master [bfloat16 [size], int16 [size]]. `g`: [size], fp32, bf16 or fp16, made fp32
     and then multiplied by each of up to two `factors`. `moments`: as many as the rule has, each [fp32], [bf16] or
     [uint8 codes [size], fp32 scales [ceil(size / 256)]]; the latter two are rounded stochastically.
     Run i, elements [starts[i], stops[i]), has learning rate `rates[i]` and weight decay `decays[i]`; runs are in
     order and apart, and elements of none keep their values (in 8-bit blocks: as far as a new scale lets them).
-    `hyper`: b1, b2, eps of Adam; b1, b2 of Lion; momentum, nesterov of sgd_momentum. `count`: updates applied
-    including this one. `offset`: the global index of element 0 in its unit, a multiple of 2,048: with `count` it
-    decides the random bits.
+    `hyper`: the rule's hyperparameters by name. `count`: updates applied including this one. `offset`: the global
+    index of element 0 in its unit, a multiple of 2,048: with `count` it decides the random bits.
 
     Bit for bit torch's arithmetic in fp32, on x86 with AVX2: its fused Adam, its loops for the others. A run is a
     tensor in this: its last (length % 8) elements are rounded as torch rounds the end of a tensor.

@@ -153,7 +153,6 @@ def _runs_of(
 ) -> Tensor:
     """The constants of each run, made on the device: uint8 [runs, bytes of one]."""
     device = table.device
-    b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
     runs = torch.empty(len(table), _RUN_BYTES, dtype=torch.uint8, device=device)
     _launch(
         "runs",
@@ -162,9 +161,9 @@ def _runs_of(
         table,
         runs,
         len(table),
-        RULES[rule].number,
-        rule in ("adamw", "lion"),
-        b1,
+        RULES[rule].corrected,
+        RULES[rule].decoupled,
+        float(hyper.get("b1", 0.0)),
         float(hyper.get("b2", 0.0)),
         float(hyper.get("eps", 0.0)),
         bool(hyper.get("nesterov", False)),

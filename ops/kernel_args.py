@@ -1,10 +1,10 @@
-"""What `cpu`, `cuda` and `reference` share: the rules, the formats they take, the constants of a run."""
+"""What `cpu`, `cuda` and `reference` share: what a rule is, the formats they take, the constants of a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,32 +18,35 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`number`: the library's; `hyper`: what `rates_of` reads."""
+    """An update rule of the kernels, declared where its operation is defined.
+
+    `number`: its place in `ZF_RULES` of `csrc/rules.h`. `update`: the same in torch's operations, see `update_rule`.
+    `lossy(p, *moments, g, constants)`: in place, where moments in fewer bits have arithmetic of their own; `constants`:
+    `rates_of`, rounded to float32. `decoupled`: the decay shrinks the parameter; otherwise it is added to the gradient.
+    `corrected`: for moments that start at zero (Kingma and Ba 2015, section 3).
+    """
 
     number: int
     num_moments: int
-    hyper: tuple[str, ...]
+    update: Callable[..., None]
+    lossy: Callable[..., None] | None = None
+    decoupled: bool = False
+    corrected: bool = False
 
 
-RULES = {
-    "adamw": Rule(0, 2, ("b1", "b2", "eps")),
-    "adam": Rule(0, 2, ("b1", "b2", "eps")),
-    "lion": Rule(1, 1, ("b1", "b2")),
-    "sgd": Rule(2, 0, ()),
-    "sgd_momentum": Rule(3, 1, ("momentum", "nesterov")),
-}
+RULES: dict[str, Rule] = {}
 
 
 def rates_of(rule: str, rate: float, decay: float, hyper: dict[str, Any], count: int) -> dict[str, float]:
     """The constants `zf_rates` of rules.h, in double: whoever takes them rounds them to float32, where torch does."""
-    b1 = float(hyper.get("momentum", hyper.get("b1", 0.0)))
+    b1 = float(hyper.get("b1", 0.0))
     b2 = float(hyper.get("b2", 0.0))
     constants = {"rate": -rate, "shrink": 1.0, "l2": decay, "b1": b1, "c1": 1 - b1, "b2": b2, "c2": 1 - b2}
     constants |= {"root": 1.0, "eps": hyper.get("eps", 0.0), "quick": 1.0, "near": 0.0}
     constants["nesterov"] = int(hyper.get("nesterov", False))
-    if rule in ("adamw", "lion"):
+    if RULES[rule].decoupled:
         constants |= {"shrink": 1 - rate * decay, "l2": 0.0}
-    if rule in ("adamw", "adam"):
+    if RULES[rule].corrected:
         root = math.sqrt(1 - b2**count)
         rate = -(rate / (1 - b1**count))
         constants |= {"rate": rate, "root": root, "quick": 0.703952253 * rate * root, "near": hyper["eps"] * root}
@@ -81,7 +84,7 @@ def check_tensors(
 ) -> None:
     """Raise `ValueError` for an unknown rule or a wrong size, `TypeError` for a dtype, device or layout."""
     if rule not in RULES:
-        raise ValueError(f"update_: there is no rule {rule!r}; the rules are {', '.join(RULES)}.")
+        raise ValueError(f"update_: there is no rule {rule!r}; the rules that were imported are {', '.join(RULES)}.")
     size = g.numel()
     check_tensor("update_: g", g, GRADIENTS, size, device)
     _check_parts("p", p, MASTERS, [size, size], device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .kernel_args import Rule
 from .update_rule import by_blocks, define_rule, descend_
 
 
@@ -15,4 +16,11 @@ def _lion(p: Tensor, m: Tensor, grad: Tensor, rate: float | Tensor, decay: float
     m.mul_(b2).add_(grad, alpha=1 - b2)
 
 
-define_rule("lion", ["m"], "float b1, float b2", by_blocks(_lion), lambda b1, b2: ("lion", {"b1": b1, "b2": b2}))
+define_rule(
+    "lion",
+    ["m"],
+    "float b1, float b2",
+    by_blocks(_lion),
+    lambda b1, b2: ("lion", {"b1": b1, "b2": b2}),
+    {"lion": Rule(1, 1, by_blocks(_lion), decoupled=True)},
+)

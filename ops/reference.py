@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import fused_adam_, fused_adamw_
 from .kernel_args import BLOCK, RULES, UNIT, is_split, moment_format, num_blocks, rates_of
 
 _ABS, _INF, _SMALLEST_SCALE = 0x7FFFFFFF, 0x7F800000, 0x10800000
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
     """fp32 -> int64, its bits as an unsigned number."""
     return x.view(torch.int32).long() & 0xFFFFFFFF
 
 
-def _floats(bits: Tensor) -> Tensor:
+def floats_of(bits: Tensor) -> Tensor:
+    """int64 -> fp32 of these bits."""
     return _wrap(bits).view(torch.float32)
 
 
@@ -39,7 +39,7 @@ def _short(bits: Tensor) -> Tensor:
 
 def split(p: Tensor, out: Sequence[Tensor]) -> None:
     """fp32 -> bfloat16 and int16."""
-    bits = _bits(p)
+    bits = bits_of(p)
     nan = p.isnan()
     out[0].view(torch.int16).copy_(_short(torch.where(nan, 0x7FC0, (bits + 0x8000) >> 16)))
     out[1].copy_(_short(torch.where(nan, 0, bits)))
@@ -47,12 +47,12 @@ def split(p: Tensor, out: Sequence[Tensor]) -> None:
 
 def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     """bfloat16 and int16 -> fp32."""
-    out.copy_(_floats((hi.view(torch.int16).long() << 16) + lo.long()))
+    out.copy_(floats_of((hi.view(torch.int16).long() << 16) + lo.long()))
 
 
 def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x80000) -> None:
     """fp32 -> codes and scales; `random`: 20 bits an element, int64 of x's size."""
-    bits = _bits(x).view(-1)
+    bits = bits_of(x).view(-1)
     step = torch.where(x.view(-1).isnan(), 0x7FC, (bits & _ABS) + random >> 20)
     blocks = torch.nn.functional.pad(step, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
     largest = blocks.amax(1) << 20
@@ -65,18 +65,18 @@ def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int 
         code |= bits >> 24 & 0x80
     finite = (scales < _INF).repeat_interleave(BLOCK)[: x.numel()]
     out[0].view(-1).copy_(torch.where(finite, code, top))
-    out[1].copy_(_floats(torch.where(largest > 0, scales, 0)))
+    out[1].copy_(floats_of(torch.where(largest > 0, scales, 0)))
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     """Codes and scales -> fp32."""
     code = codes.view(-1).long()
     top = 127 if signed else 255
-    base = _bits(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
+    base = bits_of(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
     size = (code & top) << 20
     bits = size + base.repeat_interleave(BLOCK)[: code.numel()]
     bits = torch.where(size > 0, bits, 0) if signed else bits
-    out.view(-1).copy_(_floats(bits | (code & 0x80) << 24 if signed else bits))
+    out.view(-1).copy_(floats_of(bits | (code & 0x80) << 24 if signed else bits))
 
 
 def draws(key: int, offset: int, size: int, of: int) -> Tensor:
@@ -106,7 +106,7 @@ def _seed(key: int, unit: int) -> int:
 
 def to_bf16(x: Tensor, random: Tensor) -> Tensor:
     """fp32 -> bfloat16, rounded up where `random` (16 bits, int64) says so."""
-    return _short(_bits(x) + random >> 16).view(torch.bfloat16)
+    return _short(bits_of(x) + random >> 16).view(torch.bfloat16)
 
 
 def update_(
@@ -125,17 +125,18 @@ def update_(
     offset: int,
 ) -> None:
     """`cpu.update_`: decode everything, update in fp32, encode."""
-    size = g.numel()
+    size, known = g.numel(), RULES[rule]
     lossy = any(map(moment_format, moments))
     wide = _scaled(g.reshape(-1).float(), factors, lossy)
     decoded = [_master(p), *(_decoded(m, i == 0, size) for i, m in enumerate(moments))]
     for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
         run = [x[start:stop] for x in decoded]
-        r = rates_of(rule, rate, decay, hyper, count)
-        if RULES[rule].num_moments == 2 and lossy:
-            _adam_lossy(run, wide[start:stop], r)
+        if known.lossy and lossy:
+            constants = rates_of(rule, rate, decay, hyper, count)
+            known.lossy(*run, wide[start:stop], {k: torch.tensor(x, dtype=torch.float32) for k, x in constants.items()})
         else:
-            _step(rule, run, wide[start:stop], rate, decay, hyper, count, r)
+            one = [[0], [stop - start], [rate], [decay]]
+            known.update(run, wide[start:stop], torch.tensor(count), None, None, None, *one, **hyper)
     touched = torch.zeros(num_blocks(size) * BLOCK, dtype=torch.bool)
     for start, stop in zip(starts, stops, strict=True):
         touched[start:stop] = True
@@ -189,65 +190,7 @@ def _keep(moment: Sequence[Tensor], x: Tensor, signed: bool, random: Tensor, tou
     moment[1][blocks] = scales[blocks]
 
 
-def _step(
-    rule: str,
-    run: list[Tensor],
-    g: Tensor,
-    rate: float,
-    decay: float,
-    hyper: dict[str, Any],
-    count: int,
-    r: dict[str, float],
-) -> None:
-    """One run in fp32, in place."""
-    p, *moments = run
-    if rule in ("adamw", "adam"):
-        fused = fused_adamw_ if rule == "adamw" else fused_adam_
-        fused(
-            [p],
-            [g],
-            [moments[0]],
-            [moments[1]],
-            [],
-            [torch.tensor(float(count))],
-            lr=rate,
-            beta1=hyper["b1"],
-            beta2=hyper["b2"],
-            weight_decay=decay,
-            eps=hyper["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
-        return
-    if rule == "lion":
-        m = moments[0]
-        direction = m.mul(r["b1"]).add_(g, alpha=r["c1"]).sign_()
-        p.mul_(r["shrink"]).add_(direction, alpha=r["rate"])
-        m.mul_(r["b2"]).add_(g, alpha=r["c2"])
-        return
-    direction = g.add(p, alpha=decay) if decay else g
-    if rule == "sgd_momentum":
-        m = moments[0].mul_(r["b1"]).add_(direction)
-        direction = direction.add(m, alpha=r["b1"]) if r["nesterov"] else m
-    p.add_(direction, alpha=r["rate"])
-
-
-def _adam_lossy(run: list[Tensor], g: Tensor, r: dict[str, float]) -> None:
-    """`zf_adam_lossy` of rules.h."""
-    p, m, v = run
-    c = {name: torch.tensor(x, dtype=torch.float32) for name, x in r.items()}
-    if c["l2"]:
-        g = _fma(p, c["l2"], g)
-    p.mul_(c["shrink"])
-    m.copy_(_fma(c["c1"], g - m, m))
-    v.copy_(_fma(c["c2"], g * g - v, v))
-    root = _floats((_bits(v) >> 1) + 0x1FBD1DF5)
-    square = _fma(root, 2 * c["near"], v + c["near"] * c["near"])
-    y = _floats(0x5F1FFFF9 - (_bits(square) >> 1))
-    p.copy_(_fma(m * y * _fma(-(square * y), y, torch.tensor(2.38924456)), c["quick"], p))
-
-
-def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c in fp32, rounded once: in float64 to odd (Boldo and Melquiond 2008), then to fp32."""
     product, c = a.double() * b.double(), c.double().expand(a.shape if a.dim() else b.shape)
     total = product + c

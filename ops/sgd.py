@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .kernel_args import Rule
 from .update_rule import by_blocks, define_rule, descend_
 
 
@@ -16,19 +17,20 @@ def _sgd(p: Tensor, grad: Tensor, rate: float | Tensor, decay: float) -> None:
 
 
 def _momentum(
-    p: Tensor, m: Tensor, grad: Tensor, rate: float | Tensor, decay: float, momentum: float, nesterov: bool
+    p: Tensor, m: Tensor, grad: Tensor, rate: float | Tensor, decay: float, b1: float, nesterov: bool
 ) -> None:
     if decay:
         grad = grad.add(p, alpha=decay)
-    m.mul_(momentum).add_(grad)
-    descend_(p, grad.add(m, alpha=momentum) if nesterov else m, rate)
+    m.mul_(b1).add_(grad)
+    descend_(p, grad.add(m, alpha=b1) if nesterov else m, rate)
 
 
-define_rule("sgd", [], "", by_blocks(_sgd), lambda: ("sgd", {}))
+define_rule("sgd", [], "", by_blocks(_sgd), lambda: ("sgd", {}), {"sgd": Rule(2, 0, by_blocks(_sgd))})
 define_rule(
     "sgd_momentum",
     ["m"],
     "float momentum, bool nesterov",
     by_blocks(_momentum),
-    lambda momentum, nesterov: ("sgd_momentum", {"momentum": momentum, "nesterov": nesterov}),
+    lambda momentum, nesterov: ("sgd_momentum", {"b1": momentum, "nesterov": nesterov}),
+    {"sgd_momentum": Rule(3, 1, by_blocks(_momentum))},
 )

@@ -9,7 +9,7 @@ decoded, updated by torch's operations in the same arithmetic, and encoded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from . import cpu, cuda
 from .codecs import MOMENTS, PLAIN, Codec, MomentFormat, Parts, master_of
 from .formats import kernels
+from .kernel_args import RULES, Rule
 from .reference import draws
 from .registry import OnShard, Traits, define
 
@@ -31,11 +32,17 @@ Update = Callable[..., None]
 
 
 def define_rule(
-    name: str, moments: Sequence[str], hyper: str, update: Update, kernel: Callable[..., tuple[str, dict]]
+    name: str,
+    moments: Sequence[str],
+    hyper: str,
+    update: Update,
+    kernel: Callable[..., tuple[str, dict]],
+    rules: Mapping[str, Rule],
 ) -> None:
     """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2";
     `update(written, g, count, lr, factor, finite, starts, stops, rates, decays, *hyper)`: the rule in torch's
-    operations on flat tensors, in place; `kernel(*hyper)`: the name and the hyperparameters of the kernel.
+    operations on flat tensors, in place; `kernel(*hyper)`: the name of the rule in `rules` that the kernels run, and
+    its hyperparameters.
 
     Arguments of either form: `p`, `g` and each moment, of one shape; `count`: int64 scalar, updates applied including
     this one; `lr`: None or a float scalar tensor the rates are multiplied by; `factor`: None or a scalar tensor the
@@ -45,6 +52,7 @@ def define_rule(
     `offset`: of the first element in its unit, which with `count` decides how moments are rounded.
     """
     num = len(moments)
+    RULES.update(rules)
 
     def in_place(p: Parts, g: Tensor, *rest: Any) -> None:
         kept, (count, lr, factor, finite, *runs), tail = rest[:num], rest[num : num + 8], rest[num + 8 :]
@@ -55,7 +63,7 @@ def define_rule(
                 return
             finite = None
         made, served = kernel(*constants), kernels(g)
-        if served is not None and made[0] in form.kernels:
+        if served is not None and form.kernels:
             with _encoded(kept, form) as held:
                 if served is cuda and cuda.can_update(made[0], p, g, held):
                     _run_on_gpu(made, p, g, held, count, lr, factor, finite, runs, offset)
@@ -63,7 +71,7 @@ def define_rule(
                 if served is cpu and finite is None and cpu.can_update(made[0], p, g, held):
                     _run_kernel(made, p, g, held, count, lr, factor, runs, offset)
                     return
-        _check_dtypes(name, p, kept, form, made[0])
+        _check_dtypes(name, p, kept, form)
         with _decoded(p, kept, form, count, offset) as written:
             # An expanded gradient stays without strides in one dim; torch's fused rules read memory in order.
             update(written, g.reshape(-1).contiguous(), count, lr, factor, finite, *runs, *constants)
@@ -163,17 +171,17 @@ def _encoded(moments: Sequence[Parts], form: MomentFormat) -> Iterator[Sequence[
         m[0].copy_(codec.decode(parts))
 
 
-def _check_dtypes(name: str, p: Parts, moments: Sequence[Parts], form: MomentFormat, rule: str) -> None:
+def _check_dtypes(name: str, p: Parts, moments: Sequence[Parts], form: MomentFormat) -> None:
     """Raise `TypeError` unless torch's operations can update what is stored so."""
     dtype = master_of(p).holds or p[0].dtype
     needed = {codec.holds for codec in form.codecs} - {None, dtype}
-    if rule in form.kernels and (form.encoded or any(m[0].dtype == torch.bfloat16 != dtype for m in moments)):
+    if form.kernels and (form.encoded or any(m[0].dtype == torch.bfloat16 != dtype for m in moments)):
         why = f"{cuda.missing()} " if p[0].is_cuda and cuda.missing() else ""
         needed.add(torch.float32)
     else:
         why = ""
     if needed:
-        where = ", where there are kernels for it" if rule in form.kernels else ""
+        where = ", where there are kernels for it" if form.kernels else ""
         raise TypeError(
             f"{name}: moments in{form.first.note.removeprefix(' in') or ' bfloat16'} go with a float32 master{where}; "
             f"got a {str(dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
@@ -222,13 +230,14 @@ def by_blocks(step: Step) -> Update:
         rates: Sequence[float],
         decays: Sequence[float],
         *hyper: Any,
+        **named: Any,
     ) -> None:
         for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
             now = rate_of(lr, rate)
             for block in _blocks(start, stop, g):
                 old = [x[block] for x in written]
                 new = old if finite is None else [x.clone() for x in old]
-                step(*new, gradient(g[block], factor, written[0].dtype), now, decay, *hyper)
+                step(*new, gradient(g[block], factor, written[0].dtype), now, decay, *hyper, **named)
                 if finite is not None:
                     for x, y in zip(old, new, strict=True):
                         torch.where(finite, y, x, out=x)

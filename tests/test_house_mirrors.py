@@ -106,7 +106,6 @@ TESTED_BY = {
     "ops.reference": "ops/test_formats.py",
     "ops.runs": "ops/test_cpu.py",
     "ops.sgd": "optim/test_rules.py",
-    "ops.update_rule": "ops/test_cuda.py",
     "optim.adafactor": "optim/test_transformations.py",
     "optim.adagrad": "optim/test_transformations.py",
     "optim.adamw": "optim/test_rules.py",

@@ -124,7 +124,7 @@ def stepped(kind: str, gradient: torch.Tensor) -> None:
 
 
 def zerofn(master: str, form: str, gradient: str, factors: tuple[float, ...] = ()) -> None:
-    from zerofn.ops import cpu
+    from zerofn.ops import adamw, cpu  # noqa: F401 - declares the rule
 
     p = [X.p.detach()] if master == "fp32" else X.split
     cpu.update_(

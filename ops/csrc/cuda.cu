@@ -17,14 +17,14 @@ static_assert(sizeof(Constants) == 32 && sizeof(zf_run) == 64, "ops/cuda.py allo
 
 // ops/kernel_args.py's `rates_of`, in double. `pow` is off by an ulp or two of double, and the host's by less than one,
 // so a constant, rounded to float, differs from the host's once in many million counts.
-ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_i64 decoupled, double b1, double b2,
-                  double eps, zf_i64 nesterov, const zf_i64 *count, const double *lr) {
+ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 corrected, zf_i64 decoupled, double b1,
+                  double b2, double eps, zf_i64 nesterov, const zf_i64 *count, const double *lr) {
     for (zf_i64 i = warp_of() * 32 + lane_of(); i < num; i += num_warps() * 32) {
         double rate = lr ? *lr * in[i].rate : in[i].rate, root = 1.0;
         zf_rates r = {};
         r.shrink = (float)(decoupled ? 1.0 - rate * in[i].decay : 1.0);
         r.l2 = (float)(decoupled ? 0.0 : in[i].decay);
-        if (rule == ZF_ADAM) {
+        if (corrected) {
             root = sqrt(1.0 - pow(b2, (double)*count));
             rate = rate / (1.0 - pow(b1, (double)*count));
         }
@@ -41,20 +41,20 @@ ZF_KERNEL zf_runs(const Constants *in, zf_run *out, zf_i64 num, zf_i64 rule, zf_
 ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rates *run, float *p, const float *g,
                   float *m, float *v) {
     const zf_rates r = *run;
-    if (rule == ZF_ADAM && inside == 0xFFu && tail == 8) { // nothing is asked between elements: their steps overlap
-        if (lossy)
-            EACH(k) p[k] = zf_adam_lossy(p[k], g[k], m + k, v + k, &r);
-        else
-            EACH(k) p[k] = zf_adam(p[k], g[k], m + k, v + k, &r, 0);
-        return;
+    const bool all = inside == 0xFFu && tail == 8; // nothing is asked between elements then: their steps overlap
+#define STEP(f) f(p[k], g[k], m + k, v + k, &r)
+#define RULE(name, num_moments, whole_, tail_, lossy_)                                                                 \
+    if (rule == ZF_##name) {                                                                                           \
+        if (all && lossy)                                                                                              \
+            EACH(k) p[k] = STEP(lossy_);                                                                               \
+        else if (all)                                                                                                  \
+            EACH(k) p[k] = STEP(whole_);                                                                               \
+        else                                                                                                           \
+            EACH(k) if (inside >> k & 1u) p[k] = lossy ? STEP(lossy_) : k >= tail ? STEP(tail_) : STEP(whole_);        \
     }
-#define INSIDE EACH(k) if (inside >> k & 1u) p[k] =
-    if (rule == ZF_ADAM && !lossy) INSIDE zf_adam(p[k], g[k], m + k, v + k, &r, k >= tail);
-    if (rule == ZF_ADAM && lossy) INSIDE zf_adam_lossy(p[k], g[k], m + k, v + k, &r);
-    if (rule == ZF_LION) INSIDE zf_lion(p[k], g[k], m + k, &r);
-    if (rule == ZF_SGD) INSIDE zf_sgd(p[k], g[k], &r);
-    if (rule == ZF_SGD_MOMENTUM) INSIDE zf_sgd_momentum(p[k], g[k], m + k, &r);
-#undef INSIDE
+    ZF_RULES(RULE)
+#undef RULE
+#undef STEP
 }
 
 // A moment of 8 elements: loaded, and stored when its new values are known. `is_signed`: m.

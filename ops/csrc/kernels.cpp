@@ -167,25 +167,6 @@ struct Codes {
     }
 };
 
-struct Adam {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 0); }
-};
-struct AdamTail {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam(p, g, m, v, r, 1); }
-};
-struct AdamLossy {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam_lossy(p, g, m, v, r); }
-};
-struct Lion {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_lion(p, g, m, r); }
-};
-struct Sgd {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *, zf_f *, const zf_rates *r) { return zf_sgd(p, g, r); }
-};
-struct Momentum {
-    ZF_FN zf_f step(zf_f p, zf_f g, zf_f *m, zf_f *, const zf_rates *r) { return zf_sgd_momentum(p, g, m, r); }
-};
-
 // Elements [at, at + n) of the shard, in one run; with lossy moments in one unit.
 struct Part {
     const zf_update_args *a;
@@ -193,7 +174,9 @@ struct Part {
     zf_i64 at, n;
 };
 
-template <class Rule, class P, class G, class M, class V>
+typedef zf_f Step(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r);
+
+template <Step *step, class P, class G, class M, class V>
 void loop(P p, G g, M m, V v, const Part &part) {
     const zf_rates r = *part.rates;
     const float f0 = part.a->factors[0], f1 = part.a->factors[1], both = f0 * f1;
@@ -211,8 +194,8 @@ void loop(P p, G g, M m, V v, const Part &part) {
             Numbers m_now = m.template get<FULL, straight>(i, left), v_now = v.template get<FULL, straight>(i, left);
             g_now.even = straight ? g_now.even * f0 * f1 : zf_tame(g_now.even * both);
             g_now.odd = straight ? g_now.odd * f0 * f1 : zf_tame(g_now.odd * both);
-            p_now.even = Rule::step(p_now.even, g_now.even, &m_now.even, &v_now.even, &r);
-            p_now.odd = Rule::step(p_now.odd, g_now.odd, &m_now.odd, &v_now.odd, &r);
+            p_now.even = step(p_now.even, g_now.even, &m_now.even, &v_now.even, &r);
+            p_now.odd = step(p_now.odd, g_now.odd, &m_now.odd, &v_now.odd, &r);
             p.template set<FULL, straight>(i, p_now, left);
             m.template set<FULL, straight>(i, m_now, left);
             v.template set<FULL, straight>(i, v_now, left);
@@ -222,30 +205,39 @@ void loop(P p, G g, M m, V v, const Part &part) {
     m.finish(part.n), v.finish(part.n);
 }
 
-template <class Rule, class P, class M, class V>
+template <Step *step, class P, class M, class V>
 void with_gradient(P p, M m, V v, const Part &part) {
     void *g = (void *)part.a->g;
-    if (part.a->g_number == ZF_FP32) loop<Rule>(p, Fp32{(zf_u32 *)g + part.at}, m, v, part);
-    if (part.a->g_number == ZF_BF16) loop<Rule>(p, Bf16{(const zf_u16 *)g + part.at}, m, v, part);
-    if (part.a->g_number == ZF_FP16) loop<Rule>(p, Fp16{(const zf_u16 *)g + part.at}, m, v, part);
+    if (part.a->g_number == ZF_FP32) loop<step>(p, Fp32{(zf_u32 *)g + part.at}, m, v, part);
+    if (part.a->g_number == ZF_BF16) loop<step>(p, Bf16{(const zf_u16 *)g + part.at}, m, v, part);
+    if (part.a->g_number == ZF_FP16) loop<step>(p, Fp16{(const zf_u16 *)g + part.at}, m, v, part);
 }
 
-template <class Rule, class M, class V>
+template <Step *step, class M, class V>
 void with_master(M m, V v, const Part &part) {
     void *p = part.a->p, *lo = part.a->lo;
     if (lo)
-        with_gradient<Rule>(Split{(zf_u16 *)p + part.at, (zf_u16 *)lo + part.at}, m, v, part);
+        with_gradient<step>(Split{(zf_u16 *)p + part.at, (zf_u16 *)lo + part.at}, m, v, part);
     else
-        with_gradient<Rule>(Fp32{(zf_u32 *)p + part.at}, m, v, part);
+        with_gradient<step>(Fp32{(zf_u32 *)p + part.at}, m, v, part);
 }
 
-template <class Adam_, class M, class V>
+template <bool there, class M>
+auto moment(M m) {
+    if constexpr (there) return m;
+    else return None();
+}
+
+enum Kind { WHOLE, TAIL, LOSSY };
+
+template <Kind kind, class M, class V>
 void with_rule(M m, V v, const Part &part) {
-    zf_i32 rule = part.a->rule;
-    if (rule == ZF_ADAM) with_master<Adam_>(m, v, part);
-    if (rule == ZF_LION) with_master<Lion>(m, None(), part);
-    if (rule == ZF_SGD_MOMENTUM) with_master<Momentum>(m, None(), part);
-    if (rule == ZF_SGD) with_master<Sgd>(None(), None(), part);
+#define RULE(name, num_moments, whole, tail, lossy)                                                                    \
+    if (part.a->rule == ZF_##name)                                                                                     \
+        with_master<kind == WHOLE ? whole : kind == TAIL ? tail : lossy>(                                              \
+            moment<(num_moments > 0)>(m), moment<(num_moments > 1)>(v), part);
+    ZF_RULES(RULE)
+#undef RULE
 }
 
 // fp32 moments, elements [first, last). The last size % 8 of a run are its tail.
@@ -258,7 +250,7 @@ void update_whole(const zf_update_args *a, zf_i64 first, zf_i64 last) {
             if (at >= stop) continue;
             Part part = {a, &run->rates, at, stop - at};
             Whole m = {{(zf_u32 *)a->moments[0] + at}}, v = {{(zf_u32 *)a->moments[1] + at}};
-            k ? with_rule<AdamTail>(m, v, part) : with_rule<Adam>(m, v, part);
+            k ? with_rule<TAIL>(m, v, part) : with_rule<WHOLE>(m, v, part);
         }
     }
 }
@@ -322,7 +314,7 @@ struct Lossy {
         for (; run < a->runs + a->num_runs && run->start < stop; ++run) {
             zf_i64 from = run->start > at ? run->start : at, to = run->stop < stop ? run->stop : stop;
             Part part = {a, &run->rates, from, to - from};
-            if (from < to) with_rule<AdamLossy>(codes<0, false>(from, at), codes<1, false>(from, at), part);
+            if (from < to) with_rule<LOSSY>(codes<0, false>(from, at), codes<1, false>(from, at), part);
         }
         encode<0>(at, stop - at), encode<1>(at, stop - at);
     }
@@ -348,9 +340,9 @@ void update_lossy(const zf_update_args *a, zf_i64 first, zf_i64 last) {
         }
         Part part = {a, &run->rates, at, next - at};
         if (a->format == ZF_HALF)
-            with_rule<AdamLossy>(lossy.half(at, 0), lossy.half(at, 1), part);
+            with_rule<LOSSY>(lossy.half(at, 0), lossy.half(at, 1), part);
         else
-            with_rule<AdamLossy>(lossy.codes<0, true>(at, at), lossy.codes<1, true>(at, at), part);
+            with_rule<LOSSY>(lossy.codes<0, true>(at, at), lossy.codes<1, true>(at, at), part);
     }
 }
 

@@ -6,7 +6,6 @@
 
 #define ZF_VERSION 2 /* of this interface; ops/cpu.py asks for the same */
 
-enum zf_rule { ZF_ADAM, ZF_LION, ZF_SGD, ZF_SGD_MOMENTUM };
 enum zf_number { ZF_FP32, ZF_BF16, ZF_FP16 };
 enum zf_moment { ZF_WHOLE, ZF_HALF, ZF_BLOCKS };
 

@@ -26,7 +26,7 @@ ZF_FN zf_f zf_decayed(zf_f g, zf_f p, const zf_rates *r) { return r->l2 != 0.0f 
 
 /* Kingma and Ba 2015, Algorithm 1, with L2; Loshchilov and Hutter 2019, Algorithm 2, where shrink says so. `tail`:
  * the last size % 8 elements of a tensor, which torch's vectors do not reach: v is rounded in another order. */
-ZF_FN zf_f zf_adam(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r, int tail) {
+ZF_FN zf_f zf_adam_at(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r, int tail) {
     g = zf_decayed(g, p, r);
     p *= r->shrink;
     zf_f way = g - *m, square = r->c2 * g;
@@ -35,6 +35,8 @@ ZF_FN zf_f zf_adam(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r, int tail
     zf_f denominator = ZF_DIV(ZF_SQRT(*v), r->root) + r->eps;
     return p + ZF_DIV(r->rate * *m, denominator);
 }
+ZF_FN zf_f zf_adam(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam_at(p, g, m, v, r, 0); }
+ZF_FN zf_f zf_adam_tail(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) { return zf_adam_at(p, g, m, v, r, 1); }
 
 /* The same where moments are stored in fewer bits. One over (the root of v + eps) is the inverse root of their sum's
  * square, v + eps^2 + 2 eps root, by one step of Newton from bits halved, with the constants of Moroz et al. 2018, 7e-4
@@ -52,7 +54,8 @@ ZF_FN zf_f zf_adam_lossy(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
 }
 
 /* Chen et al. 2023, Algorithm 2. The sign of NaN is 0, as torch has it. */
-ZF_FN zf_f zf_lion(zf_f p, zf_f g, zf_f *m, const zf_rates *r) {
+ZF_FN zf_f zf_lion(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
+    (void)v;
     zf_f way = ZF_FMA(g, r->c1, *m * r->b1);
     zf_f below = way < 0.0f ? ZF_ALL(-1.0f) : ZF_ALL(0.0f), sign = way > 0.0f ? ZF_ALL(1.0f) : below;
     p = ZF_FMA(sign, r->rate, p * r->shrink);
@@ -60,12 +63,28 @@ ZF_FN zf_f zf_lion(zf_f p, zf_f g, zf_f *m, const zf_rates *r) {
     return p;
 }
 
-ZF_FN zf_f zf_sgd(zf_f p, zf_f g, const zf_rates *r) { return ZF_FMA(zf_decayed(g, p, r), r->rate, p); }
+ZF_FN zf_f zf_sgd(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
+    (void)m, (void)v;
+    return ZF_FMA(zf_decayed(g, p, r), r->rate, p);
+}
 
-ZF_FN zf_f zf_sgd_momentum(zf_f p, zf_f g, zf_f *m, const zf_rates *r) {
+ZF_FN zf_f zf_sgd_momentum(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
+    (void)v;
     g = zf_decayed(g, p, r);
     *m = *m * r->b1 + g;
     return ZF_FMA(r->nesterov ? ZF_FMA(*m, r->b1, g) : *m, r->rate, p);
 }
+
+/* All rules, each with the number of its moments and three functions (p, g, m, v, constants) -> p, which write m and v:
+ * the rule, the rule in a tail, the rule with moments in fewer bits. Loops over elements are made from this list. A
+ * rule's number is its place here; ops/<name>.py says the same. */
+#define ZF_RULES(RULE)                                                                                                 \
+    RULE(ADAM, 2, zf_adam, zf_adam_tail, zf_adam_lossy)                                                                \
+    RULE(LION, 1, zf_lion, zf_lion, zf_lion)                                                                           \
+    RULE(SGD, 0, zf_sgd, zf_sgd, zf_sgd)                                                                               \
+    RULE(SGD_MOMENTUM, 1, zf_sgd_momentum, zf_sgd_momentum, zf_sgd_momentum)
+
+#define ZF_RULE_NUMBER(name, num_moments, whole, tail, lossy) ZF_##name,
+enum zf_rule { ZF_RULES(ZF_RULE_NUMBER) };
 
 #endif

@@ -269,7 +269,7 @@ def test_can_update():
 
 PROGRAM = """
 import torch
-from zerofn.ops import cpu
+from zerofn.ops import adamw, cpu
 print(cpu.missing())
 p, g, m, v = [torch.ones(300)], torch.ones(300), torch.zeros(300), torch.zeros(300)
 cpu.update_("adamw", p, g, [[m], [v]], starts=[0], stops=[300], rates=[0.5], decays=[0.0],
@@ -307,7 +307,7 @@ def test_a_thread_updates_after_the_main_thread_has_ended():
     """Python's executors refuse work by then."""
     script = """if True:
         import threading, torch
-        from zerofn.ops import cpu
+        from zerofn.ops import cpu, sgd
         torch.set_num_threads(2)
 
         def train():

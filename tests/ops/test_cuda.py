@@ -11,9 +11,8 @@ import types
 import pytest
 import torch
 
-import zerofn.ops.adamw  # noqa: F401 - defines the operation
 from tests.support import kernels_on_cpu
-from zerofn.ops import cpu, cuda, formats, reference, update_rule
+from zerofn.ops import adamw, cpu, cuda, formats, lion, reference, sgd, update_rule  # noqa: F401 - rules
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")
 HYPER = {
@@ -21,7 +20,7 @@ HYPER = {
     "adam": {"b1": 0.4, "b2": 0.999, "eps": 1e-5},
     "lion": {"b1": 0.9, "b2": 0.99},
     "sgd": {},
-    "sgd_momentum": {"momentum": 0.9, "nesterov": True},
+    "sgd_momentum": {"b1": 0.9, "nesterov": True},
 }
 GPU = pytest.param(
     "cuda",

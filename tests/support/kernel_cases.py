@@ -4,14 +4,14 @@ import itertools
 
 import torch
 
-from zerofn.ops import cpu
+from zerofn.ops import adamw, cpu, lion, sgd  # noqa: F401 - the rules are declared there
 
 HYPER = {
     "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
     "adam": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},
     "lion": {"b1": 0.9, "b2": 0.99},
     "sgd": {},
-    "sgd_momentum": {"momentum": 0.9, "nesterov": True},
+    "sgd_momentum": {"b1": 0.9, "nesterov": True},
 }
 NUM_MOMENTS = {"adamw": 2, "adam": 2, "lion": 1, "sgd": 0, "sgd_momentum": 1}
 MASTERS = ("fp32", "split")

@@ -13,10 +13,15 @@ from zerofn.ops import cuda
 FLAGS = ["-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w", "-x", "c++", "-"]
 
 
+def compiler():
+    """The C++ compiler of this machine."""
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    assert found, "these tests need a C++ compiler: install g++ or clang++, or name one in CXX"
+    return found
+
+
 def build(folder):
     """The library of all kernels."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "these tests need a C++ compiler: install g++ or clang++, or name one in CXX"
     cases = [
         f'if (!strcmp(name, "{name}")) return launch(zf_{name}, kinds, given, num_blocks, num_threads);'
         for name in cuda.KERNELS
@@ -32,7 +37,7 @@ def build(folder):
         ]
     )
     library = folder / "kernels_on_cpu.so"
-    subprocess.run([compiler, *FLAGS, "-o", library], input=text, text=True, check=True)
+    subprocess.run([compiler(), *FLAGS, "-o", library], input=text, text=True, check=True)
     return ctypes.CDLL(str(library))
 
 
