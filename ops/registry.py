@@ -16,7 +16,7 @@ import torch
 
 from .._torch_compat import OpOverload, schema_arguments
 
-_lib = torch.library.Library("zerofn", "FRAGMENT")
+library = torch.library.Library("zerofn", "FRAGMENT")
 aten = torch.ops.aten
 
 _implementations: dict[str, Callable[..., Any]] = {}  # by name and overload
@@ -65,7 +65,10 @@ class Traits:
     same number at every place. `equal`: the result is the same on all ranks of its axis. `own`: it differs from rank to
     rank whatever came in. `cuts`: the result is this rank's shard of a value that must be equal on all ranks.
     `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
-    `opaque`: it runs a function of the user's, which values that no step has computed may not suit.
+    `opaque`: it runs a function of the user's, which values that no step has computed may not suit. `flops(given,
+    result)`: its multiplications and additions, of the arguments by name and the result; by default torch's flop
+    counter says so. `touches(given, result)`: the bytes of memory that it reads and writes; by default each element of
+    its tensors once.
     """
 
     on_shard: OnShard
@@ -84,6 +87,8 @@ class Traits:
     checks: bool = False
     free: bool = False
     opaque: bool = False
+    flops: Callable[[Mapping[str, Any], Any], int] | None = None
+    touches: Callable[[Mapping[str, Any], Any], int] | None = None
 
 
 _traits: dict[str, Traits] = {}  # of ours, by name without an overload
@@ -103,8 +108,8 @@ def define(
     `aside`: what does it on the thread that updates state on the host, where that is more than calling `run` there.
     `replaces`: an operation of ATen's with the same arguments, in whose place a capture records this one.
 
-    No autograd formula: the operations run below autograd or under `no_grad`. Raises `ValueError` for a second
-    overload with other traits.
+    No autograd formula: the operations run below autograd or under `no_grad`; see
+    `differentiable` for one inside models. Raises `ValueError` for a second overload with other traits.
     """
     name = schema.split("(")[0]
     base = name.partition(".")[0]
@@ -113,9 +118,9 @@ def define(
     _implementations[name] = run
     if aside is not None:
         _aside[name] = aside
-    _lib.define(schema)
-    _lib.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zerofn::{name}", fake, lib=_lib)
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zerofn::{name}", fake, lib=library)
     if replaces is not None:
         REPLACED[replaces] = getattr(getattr(torch.ops.zerofn, base), name.partition(".")[2] or "default")
 

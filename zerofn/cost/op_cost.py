@@ -41,9 +41,15 @@ class Traffic(NamedTuple):
 
 
 def flops(node: Node) -> int:
-    """Return the operations of matrix products, convolutions and attention; 0 for everything else."""
+    """Return the operations of matrix products, convolutions, attention and what says its own; 0 for everything else.
+
+    An operation of somebody's says so by `torch.utils.flop_counter.register_flop_formula`, one of ours by its traits.
+    """
     if not isinstance(node.target, OpOverload):
         return 0
+    own = traits(node).flops
+    if own is not None:
+        return int(own(_given(node), node.meta["val"]))
     formula = flop_registry.get(packet_of(node.target))
     groups = groups_of(node)
     if groups is not None:
@@ -86,9 +92,14 @@ def groups_of(node: Node) -> GroupedProduct | None:
 
 
 def touched_bytes(node: Node) -> int:
-    """Return the bytes of memory that a node reads and writes, each element of its tensors once."""
+    """Return the bytes of memory that a node reads and writes: what its traits say, or each element of its tensors
+    once.
+    """
     if node.op != "call_function" or is_view(node):
         return 0
+    own = traits(node).touches
+    if own is not None:
+        return own(_given(node), node.meta["val"])
     return sum(map(_dense, [x for n in (*node.all_input_nodes, node) for x in tensors_of(n.meta.get("val"))]))
 
 
@@ -105,15 +116,16 @@ def moved(node: Node) -> Traffic | None:
     moves = traits(node).moves
     if moves is None:
         return None
-    given = {name: _value(x) for name, x in arguments(node).items()}
+    given = _given(node)
     how = _HOW.get(moves.lane) if moves.to is None else DOWN if is_host(moves.to(given)) else UP
     assert how is not None and isinstance(node.target, OpOverload)
     nbytes = moves.nbytes(given, node.meta.get("val"))
     return Traffic(how, base_name(node.target).rstrip("_"), given.get("unit", ""), nbytes)
 
 
-def _value(x: Any) -> Any:
-    return x.meta["val"] if isinstance(x, Node) else x
+def _given(node: Node) -> dict[str, Any]:
+    """Return the values of a node's arguments, by name."""
+    return {name: x.meta["val"] if isinstance(x, Node) else x for name, x in arguments(node).items()}
 
 
 def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iterator[tuple[Traffic, int]]:
