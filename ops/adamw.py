@@ -84,7 +84,6 @@ define_rule(
     "adamw",
     ["m", "v"],
     "float b1, float b2, float eps, bool decoupled",
-    _update,
     _kernel,
     {
         "adamw": Rule(0, 2, partial(_update, decoupled=True), _lossy, decoupled=True, corrected=True),

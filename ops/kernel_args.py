@@ -20,10 +20,11 @@ GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 class Rule:
     """An update rule of the kernels, declared where its operation is defined.
 
-    `number`: its place in `ZF_RULES` of `csrc/rules.h`. `update`: the same in torch's operations, see `update_rule`.
-    `lossy(p, *moments, g, constants)`: in place, where moments in fewer bits have arithmetic of their own; `constants`:
-    `rates_of`, rounded to float32. `decoupled`: the decay shrinks the parameter; otherwise it is added to the gradient.
-    `corrected`: for moments that start at zero (Kingma and Ba 2015, section 3).
+    `number`: its place in `ZF_RULES` of `csrc/rules.h`. `update(written, g, count, lr, factor, finite, starts, stops,
+    rates, decays, **hyper)`: the same in torch's operations on flat tensors, in place. `lossy(p, *moments, g,
+    constants)`: in place, where moments in fewer bits have arithmetic of their own; `constants`: `rates_of`, rounded to
+    float32. `decoupled`: the decay shrinks the parameter; otherwise it is added to the gradient. `corrected`: for
+    moments that start at zero (Kingma and Ba 2015, section 3).
     """
 
     number: int

@@ -20,7 +20,6 @@ define_rule(
     "lion",
     ["m"],
     "float b1, float b2",
-    by_blocks(_lion),
     lambda b1, b2: ("lion", {"b1": b1, "b2": b2}),
     {"lion": Rule(1, 1, by_blocks(_lion), decoupled=True)},
 )

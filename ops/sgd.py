@@ -25,12 +25,11 @@ def _momentum(
     descend_(p, grad.add(m, alpha=b1) if nesterov else m, rate)
 
 
-define_rule("sgd", [], "", by_blocks(_sgd), lambda: ("sgd", {}), {"sgd": Rule(2, 0, by_blocks(_sgd))})
+define_rule("sgd", [], "", lambda: ("sgd", {}), {"sgd": Rule(2, 0, by_blocks(_sgd))})
 define_rule(
     "sgd_momentum",
     ["m"],
     "float momentum, bool nesterov",
-    by_blocks(_momentum),
     lambda momentum, nesterov: ("sgd_momentum", {"b1": momentum, "nesterov": nesterov}),
     {"sgd_momentum": Rule(3, 1, by_blocks(_momentum))},
 )

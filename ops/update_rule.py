@@ -32,17 +32,10 @@ Update = Callable[..., None]
 
 
 def define_rule(
-    name: str,
-    moments: Sequence[str],
-    hyper: str,
-    update: Update,
-    kernel: Callable[..., tuple[str, dict]],
-    rules: Mapping[str, Rule],
+    name: str, moments: Sequence[str], hyper: str, kernel: Callable[..., tuple[str, dict]], rules: Mapping[str, Rule]
 ) -> None:
-    """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2";
-    `update(written, g, count, lr, factor, finite, starts, stops, rates, decays, *hyper)`: the rule in torch's
-    operations on flat tensors, in place; `kernel(*hyper)`: the name of the rule in `rules` that the kernels run, and
-    its hyperparameters.
+    """Register both forms. `hyper`: the schema of what follows the runs, such as "float b1, float b2".
+    `kernel(*hyper)`: the name of one of `rules`, and its hyperparameters by name.
 
     Arguments of either form: `p`, `g` and each moment, of one shape; `count`: int64 scalar, updates applied including
     this one; `lr`: None or a float scalar tensor the rates are multiplied by; `factor`: None or a scalar tensor the
@@ -74,7 +67,8 @@ def define_rule(
         _check_dtypes(name, p, kept, form)
         with _decoded(p, kept, form, count, offset) as written:
             # An expanded gradient stays without strides in one dim; torch's fused rules read memory in order.
-            update(written, g.reshape(-1).contiguous(), count, lr, factor, finite, *runs, *constants)
+            given = written, g.reshape(-1).contiguous(), count, lr, factor, finite, *runs
+            rules[made[0]].update(*given, **made[1])
 
     def pure(p: Tensor, g: Tensor, *rest: Any) -> Any:
         fresh = [x.clone(memory_format=torch.contiguous_format) for x in (p, *rest[:num])]
@@ -215,8 +209,8 @@ def _write(parts: Parts, codec: Codec, fresh: Parts, encoded: Codec) -> None:
 
 
 def by_blocks(step: Step) -> Update:
-    """An update that runs `step(p, *moments, grad, rate, decay, *hyper)`, which writes `p` and the moments of one block
-    of elements, on all blocks of all runs."""
+    """An update that runs `step(p, *moments, grad, rate, decay, **hyper)` on all blocks of all runs. A step writes `p`
+    and the moments of one block of elements."""
 
     def update(
         written: Sequence[Tensor],
@@ -229,15 +223,14 @@ def by_blocks(step: Step) -> Update:
         stops: Sequence[int],
         rates: Sequence[float],
         decays: Sequence[float],
-        *hyper: Any,
-        **named: Any,
+        **hyper: Any,
     ) -> None:
         for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
             now = rate_of(lr, rate)
             for block in _blocks(start, stop, g):
                 old = [x[block] for x in written]
                 new = old if finite is None else [x.clone() for x in old]
-                step(*new, gradient(g[block], factor, written[0].dtype), now, decay, *hyper, **named)
+                step(*new, gradient(g[block], factor, written[0].dtype), now, decay, **hyper)
                 if finite is not None:
                     for x, y in zip(old, new, strict=True):
                         torch.where(finite, y, x, out=x)

@@ -66,7 +66,7 @@ def _signum(p, m, grad, rate, decay, b1):
         p.mul_(1 - rate * decay)
     descend_(p, m.sign(), rate)
 
-define_rule("signum", ["m"], "float b1", by_blocks(_signum), lambda b1: ("signum", {"b1": b1}),
+define_rule("signum", ["m"], "float b1", lambda b1: ("signum", {"b1": b1}),
             {"signum": Rule(NUMBER, 1, by_blocks(_signum), decoupled=True)})
 '''
 OPTIMIZER = '''
