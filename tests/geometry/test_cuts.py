@@ -1,10 +1,10 @@
-"""Slices of leaves: which elements each rank has, and the whole again."""
+"""Slices of leaves: which elements each rank has."""
 
 import pytest
 import torch
 
 from zerofn.comm.mesh import Axis, Mesh
-from zerofn.geometry.cuts import assembled, counts, equal, local_shape, of_first, sliced
+from zerofn.geometry.cuts import counts, equal, local_shape, sliced
 
 
 def on(rank, size):
@@ -49,24 +49,3 @@ def test_a_dim_of_size_0_is_refused(options):
 def test_shapes():
     cut = equal("tensor", 1, 7, 3)
     assert [local_shape((4, 7), [cut], on(rank, 3)) for rank in range(3)] == [(4, 3), (4, 3), (4, 1)]
-
-
-def there_and_back():
-    mesh = Mesh.make(tensor=-1)
-    size = mesh.size("tensor")
-    for x, cut in [
-        (torch.arange(35.0).view(5, 7), equal("tensor", 1, 7, size)),
-        (torch.arange(36.0).view(12, 3), equal("tensor", 0, 12, size, parts=2)),
-        (torch.arange(12.0), equal("tensor", 0, 12, size, unit=6 if size == 4 else 2)),
-    ]:
-        mine = sliced(x, [cut], mesh)
-        assert torch.equal(assembled(mine, [cut], mesh), x)
-        rank = mesh.axis("tensor").rank
-        first = of_first(mine + rank, [cut], mesh)
-        assert torch.equal(first, mine + cut.first(rank))
-    assert torch.equal(of_first(torch.ones(3) * (1 + rank), [], mesh), torch.ones(3))
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_ranks_put_a_leaf_together_again(ranks, num_ranks):
-    ranks(num_ranks, there_and_back)

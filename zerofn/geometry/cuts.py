@@ -6,17 +6,13 @@ other. Slices may be of several sizes, and several ranks may have the same one.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.maps import rows_over
 from ..comm.mesh import Axis, Mesh
-from ..job.failures import group_named
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -88,48 +84,8 @@ def sliced(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
     return x
 
 
-def assembled(x: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
-    """Return the whole leaf that this rank's slice `x` is of. All ranks of the axes must call it."""
-    for cut in reversed(cuts):
-        axis = mesh.axis(cut.axis)
-        longest = max(map(cut.length, range(axis.size)))
-        moved = x.movedim(cut.dim, 0)
-        filled = moved.new_zeros((longest, *moved.shape[1:]))
-        filled[: len(moved)] = moved
-        rows = rows_over(filled.view(-1), axis).view(axis.size, *filled.shape)
-        out = moved.new_empty((cut.size, *moved.shape[1:]))
-        for intervals, row in zip(cut.slices, rows, strict=True):
-            starts = itertools.accumulate((b - a for a, b in intervals), initial=0)
-            for (a, b), start in zip(intervals, starts, strict=False):
-                out[a:b] = row[start : start + b - a]
-        x = out.movedim(0, cut.dim)
-    return x.contiguous()
-
-
 def counts(cuts: Iterable[Cut], slices: Iterable[Axis]) -> bool:
     """Return whether this rank is the first of those with the same slice of a leaf along the axes `slices`."""
     by_axis = {cut.axis: cut for cut in cuts}
     firsts = ((axis, by_axis[axis.name].first(axis.rank) if axis.name in by_axis else 0) for axis in slices)
     return all(axis.rank == first for axis, first in firsts)
-
-
-def of_first(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
-    """Return a slice with the values of the first rank that has the same one. All ranks must call it."""
-    by_axis = {cut.axis: cut for cut in cuts}
-    for axis in mesh.slices:
-        x = _of_first(x, by_axis.get(axis.name), axis)
-    return x
-
-
-def _of_first(x: Tensor, cut: Cut | None, axis: Axis) -> Tensor:
-    owners = [0 if cut is None else cut.first(rank) for rank in range(axis.size)]
-    if len(set(owners)) == axis.size:
-        return x
-    group, mine = group_named(axis.group), x
-    for rank in sorted(set(owners)):
-        shape = [cut.length(rank) if cut and d == cut.dim else n for d, n in enumerate(x.shape)]
-        there = x.contiguous().clone() if axis.rank == rank else x.new_empty(shape)
-        if there.numel():
-            dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=rank)
-        mine = there if owners[axis.rank] == rank else mine
-    return mine

@@ -8,6 +8,7 @@ from ..graph.alias import last_writers, roots
 from ..graph.edit import clean
 from ..graph.node_kinds import ASIDE
 from ..graph.program import Program, tensor_of
+from ..sharding.transfers import gather_in_place
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
@@ -41,8 +42,8 @@ def start_param_gather(program: Program) -> None:
                 part.meta["val"] = None if value is None else value[start:stop]
                 graph.call_function(aten.copy_.default, (part, shard))
         if axis is not None:
-            codec = spec.codec_of(unit, unit.dtype)
             with graph.inserting_before(after):
-                to = (axis.rank, axis.size, axis.group, unit.name, *([codec] if codec else []))
-                graph.call_function(ops.all_gather_into_.default, (whole, *to))
+                gather_in_place(
+                    whole, axis, unit, spec.codec_of(unit, unit.dtype), lambda op, *args: graph.call_function(op, args)
+                )
     clean(gm)

@@ -22,7 +22,8 @@ from ..geometry.layout import LeafInfo
 from ..geometry.overlaps import Region, Runs, overlap, region_of, shape_in
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::squares_along and its like)
 from ..sharding.sharded import Sharded, is_sharded, spec_among
-from ..sharding.spec import Spec, rows_of
+from ..sharding.spec import Spec
+from .reductions import rows_of
 
 Kept = tuple[bool, ...]  # for each dim of a leaf: whether the sums keep it
 

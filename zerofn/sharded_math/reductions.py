@@ -22,7 +22,7 @@ from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)
 from ..sharding.sharded import Sharded, is_sharded, spec_among
-from ..sharding.spec import Spec, rows_of
+from ..sharding.spec import Spec
 from ..util.arguments import told
 
 
@@ -139,6 +139,14 @@ def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]
             for leaf, a, b in unit.intervals(start, stop):
                 shift, once = start - begin, mine and spec.counts(leaf)
                 yield _Part(first + i, a + shift, b + shift, row, column + leaf.index, once)
+
+
+def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """[...] on each rank -> [ranks, ...] by rank along several axes, the last of which varies slowest."""
+    rows = rows_over(x, axes[0]) if axes else x.unsqueeze(0)
+    for axis in axes[1:]:
+        rows = rows_over(rows, axis).flatten(0, 1)
+    return rows
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:

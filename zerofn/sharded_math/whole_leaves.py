@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.maps import AllGather, ops, rows_over
-from ..comm.mesh import Axis, Mesh
+from ..collectives.maps import ops
+from ..comm.mesh import Mesh
 from ..geometry.cuts import Cut, sliced
-from ..geometry.layout import Unit, unravel
+from ..geometry.layout import unravel
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.spec import Spec
+from ..sharding.transfers import assembled, gather_unit
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -35,7 +33,7 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
     for unit, shard in zip(values.layout.units, values.shards, strict=True):
         start, stop = values.spec.bounds(unit)
         cuts = [leaf.cuts for leaf in unit.leaves]
-        whole = _assembled(unravel(_whole(values.spec, unit, shard), unit), cuts, mesh)
+        whole = assembled(unravel(gather_unit(values.spec, unit, shard), unit), cuts, mesh)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
         leaves = [
             sliced(rule(x), leaf.cuts, mesh) if leaf.index in mine else None
@@ -48,47 +46,9 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
     return Sharded(values.spec, shards)
 
 
-def _whole(spec: Spec, unit: Unit, shard: Tensor) -> Tensor:
-    steps = spec.steps(unit)
-    for axis in steps:
-        (shard,) = AllGather(axis, unit.name)(shard)
-    return shard if steps else ops.as_whole(shard)
-
-
 def _needed(mine: Sequence[bool], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> Iterator[int]:
     """Yield leaves without a part here that are used all the same: a gather needs a user on every rank."""
     for name in [None, *(axis.name for axis in mesh.slices)]:
         along = [k for k, each in enumerate(cuts) if name is None or any(cut.axis == name for cut in each)]
         if along and not any(mine[k] for k in along):
             yield along[0]
-
-
-def _assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
-    """Return whole leaves for this rank's slices of them, in one all-gather along each axis."""
-    out = list(slices)
-    for axis in mesh.slices:
-        found = [(k, cut) for k, each in enumerate(cuts) for cut in each if cut.axis == axis.name]
-        if found:
-            _assemble(out, found, axis)
-    return out
-
-
-def _assemble(out: list[Tensor], cuts: Sequence[tuple[int, Cut]], axis: Axis) -> None:
-    """Put the leaves together that are cut along an axis. `cuts`: which of `out`, and how."""
-    flats, shapes = [], []
-    for k, cut in cuts:
-        rows = out[k].movedim(cut.dim, 0)
-        longest = max(map(cut.length, range(axis.size)))
-        shapes.append((longest, *rows.shape[1:]))
-        flats.append(torch.nn.functional.pad(rows.reshape(-1), (0, (longest - len(rows)) * math.prod(rows.shape[1:]))))
-    gathered, start = rows_over(torch.cat(flats), axis), 0
-    for (k, cut), shape in zip(cuts, shapes, strict=True):
-        stop = start + math.prod(shape)
-        rows, places = gathered[:, start:stop].view(axis.size, *shape), []
-        for rank in sorted({cut.first(r) for r in range(axis.size)}):
-            at = 0
-            for a, b in cut.slices[rank]:
-                places.append((a, b, rows[rank, at : at + b - a]))
-                at += b - a
-        pieces = [x for a, b, x in sorted(places, key=lambda place: place[:2]) if a < b]
-        out[k], start = torch.cat(pieces).movedim(0, cut.dim).contiguous(), stop

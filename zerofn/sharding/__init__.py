@@ -1,1 +1,1 @@
-"""Sharding: layout, codecs, the `Sharded` tree node, gather and scatter, `shard` and `unshard`."""
+"""Sharding: codecs, the `Sharded` tree node, transfers of what is cut, gather and scatter, `shard` and `unshard`."""

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.maps import ops
-from ..comm.mesh import Axis
-from ..geometry.layout import Unit
-from ..job.failures import group_named
 from ..job.in_flight import pending
 from ..memory.host_allocator import zeros
 from ..offload.disk import Store, pages, scratch_space
@@ -21,6 +17,7 @@ from ..ops.codecs import PLAIN, SPLIT
 from .sharded import Sharded
 from .spec import Spec
 from .storage import StorageSpec, Stored, StoredPart
+from .transfers import equalize, gather_in_place
 
 HELD = 2  # units that may be partly filled in memory before they are written to a drive
 
@@ -126,19 +123,6 @@ def _take_first_replica(sharded: Sharded) -> None:
         shard.save(held)
 
 
-def equalize(values: Sequence[Tensor], axis: Axis) -> None:
-    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks must call it."""
-    values = [x for x in values if x.numel()]
-    if axis.size == 1 or not values:
-        return
-    # A group may serve accelerators only: if there is one, everything goes that way.
-    device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
-    flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
-    dist.broadcast(flat, group=group_named(axis.group), group_src=0)
-    for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
-        x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))
-
-
 def lacks_copy(sharded: Sharded) -> bool:
     """Return whether parameters of this layout should have a gathered copy and have lost it."""
     return sharded.copies is None and sharded.spec.has_copies
@@ -183,17 +167,12 @@ def settle(sharded: Sharded) -> None:
             start, stop, _ = spec.in_copy(unit)
             if not spec.lies_in_copy(unit, shard.storage):
                 full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
-            _gather_into([full[i]], spec.copied_over(unit), unit, spec.codec_of(unit, shard.dtype))
+            if (axis := spec.copied_over(unit)) is not None:
+                gather_in_place(full[i], axis, unit, spec.codec_of(unit, shard.dtype))
+                ops.wait(full[i])
         elif spec.stage == 0 and spec.within(unit).size > 1:
             held = shard.loaded()
-            _gather_into(held.tensors, spec.within(unit), unit)
+            for whole in held.tensors:
+                gather_in_place(whole, spec.within(unit), unit)
+                ops.wait(whole)
             shard.save(held)
-
-
-def _gather_into(values: Iterable[Tensor], axis: Axis | None, unit: Unit, codec: str = "") -> None:
-    """Fill flat tensors, of which each rank has its part in place, from all ranks of an axis."""
-    if axis is None:
-        return
-    for whole in values:
-        ops.all_gather_into_(whole, axis.rank, axis.size, axis.group, unit.name, codec)
-        ops.wait(whole)

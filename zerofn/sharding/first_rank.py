@@ -21,7 +21,7 @@ from ..comm.mesh import Mesh
 from ..job.agreement import exchange, fingerprint, rank_and_size
 from ..ops.same import checksum
 from ..util.patches import Patches
-from .allocate import equalize
+from .transfers import equalize
 
 log = logging.getLogger("zerofn")
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from .. import tree
 from .._torch_compat import current_trace
 from ..collectives.expected import GRADIENT_OF
-from ..collectives.maps import AllGather, Linear, ReduceScatter, ops
+from ..collectives.maps import Linear, ops
 from ..comm.axes import kind_of
 from ..comm.mesh import Axis, Mesh
-from ..geometry.cuts import assembled
 from ..geometry.layout import Leaf, Unit, unravel
 from ..ops import ravel as _flat  # noqa: F401  (defines zerofn::ravel)
 from ..util.arguments import checked
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored
+from .transfers import assembled, gather_unit, reduce_unit
 
 
 @dataclass(frozen=True)
@@ -51,15 +51,10 @@ class GatherUnit:
         return GatherUnit(self.spec, self.unit, self.dtype)
 
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
-        """Cast on the shard, then gather. What is on every rank already is rounded as if it was sent."""
-        steps = self.spec.steps(self.unit, self.full is not None)
-        if self.full is not None and not steps:
-            return (self.full.view_as(self.full),)
+        """Cast on the shard, then gather."""
         x = self.spec.precision.narrow(shard) if self.full is None else self.full
         codec = self.spec.codec_of(self.unit, self.dtype)
-        for axis in steps:
-            (x,) = AllGather(axis, self.unit.name, codec=codec)(x)
-        return (x if steps else ops.as_whole(ops.rounded(x, codec) if codec else x),)
+        return (gather_unit(self.spec, self.unit, x, codec, from_copy=self.full is not None),)
 
 
 @dataclass(frozen=True)
@@ -81,20 +76,6 @@ class ScatterUnit:
         flat = flat.to(self.spec.precision.reduces(self.dtype))
         shard = reduce_unit(self.spec, self.unit, flat)
         return (shard.div(size) if size > 1 else shard,)
-
-
-def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
-    """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
-    axis, replicas, codec = spec.within(unit), spec.mesh.replicas, spec.precision.sends(flat.dtype)
-    shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
-    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
-        if spec.shared_over:
-            shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
-    # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
-    if axis.size > 1 and spec.num_shards(unit) == 1:
-        shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
-    return shard
 
 
 @dataclass(frozen=True)
@@ -241,7 +222,7 @@ def _looked_at(x: Tensor, leaf: Leaf, mesh: Mesh) -> Tensor:
             f"gather: ranks have slices of {leaf.name!r}, and with only= it is whole and has no derivative. Leave only "
             "out to compute with the slice, or detach the parameters to look at the leaf."
         )
-    return assembled(x.detach(), leaf.cuts, mesh)
+    return assembled([x.detach()], [leaf.cuts], mesh)[0]
 
 
 def _named(path: str) -> Callable[[str], bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +20,8 @@ from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
-from ..geometry.cuts import Cut, assembled, of_first, sliced
-from ..geometry.layout import Layout, Unit
+from ..geometry.cuts import Cut, sliced
+from ..geometry.layout import Unit, unravel
 from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
@@ -32,9 +31,8 @@ from ..offload.policy import resolve as resolve_offload
 from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
-from .allocate import Filler, allocate, equalize, scratch_for, settle
+from .allocate import Filler, allocate, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
-from .gather_scatter import gather_leaves
 from .partition import Partition, partition_of
 from .precision import Precision, resolve
 from .shard_plan import (
@@ -49,6 +47,7 @@ from .shard_plan import (
 )
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
+from .transfers import assembled, equalize, gather_unit, of_first
 
 log = logging.getLogger("zerofn")
 
@@ -301,10 +300,9 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
         for i, unit in enumerate(x.layout.units):
             if only is not None and not _has(unit, only):
                 continue
-            spec = replace(x.spec, layout=_single(x.layout, i), precision=Precision())
-            one = Sharded(spec, [x.stored[i].loaded()])
-            for leaf, value in zip(unit.leaves, gather_leaves(one), strict=True):
-                whole = assembled(value, leaf.cuts, mesh) if leaf.cuts else value.clone()
+            flat = gather_unit(x.spec, unit, x.stored[i].loaded().decode())
+            for leaf, value in zip(unit.leaves, unravel(flat, unit), strict=True):
+                (whole,) = assembled([value], [leaf.cuts], mesh) if leaf.cuts else (value.clone(),)
                 leaves[leaf.index] = whole if here else None
         return tree.unflatten(x.layout.treedef, leaves) if here else None
 
@@ -320,13 +318,6 @@ def _units_with(state: Any, only: Callable[[str], bool]) -> str:
     """Return the names of the units to gather."""
     cut = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
     return "units " + ", ".join(unit.name for x in cut for unit in x.layout.units if _has(unit, only))
-
-
-def _single(layout: Layout, index: int) -> Layout:
-    """Return the layout of one unit, its leaves numbered in its own order."""
-    unit = layout.units[index]
-    leaves = tuple(replace(x, index=k) for k, x in enumerate(unit.leaves))
-    return Layout((replace(unit, leaves=leaves),), tree.structure(list(range(len(leaves)))), layout.axis)
 
 
 def _place(

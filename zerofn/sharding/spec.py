@@ -7,15 +7,12 @@ such a part as a copy, from which units are gathered among the ranks of a node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..collectives.maps import rows_over
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import counts
 from ..geometry.layout import Layout, Leaf, Unit, restrict
@@ -167,11 +164,3 @@ class Spec:
     def trainable(self) -> Spec:
         """The spec without frozen units."""
         return replace(self, layout=restrict(self.layout, lambda unit, _: unit.trainable))
-
-
-def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
-    """[...] on each rank -> [ranks, ...] by rank along several axes, the last of which varies slowest."""
-    rows = rows_over(x, axes[0]) if axes else x.unsqueeze(0)
-    for axis in axes[1:]:
-        rows = rows_over(rows, axis).flatten(0, 1)
-    return rows

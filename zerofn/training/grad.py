@@ -25,9 +25,10 @@ from ..geometry.leaf_choices import ask_names, check_effect, is_learned
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
-from ..sharding.gather_scatter import expected, gather_leaves, ravel, reduce_unit
+from ..sharding.gather_scatter import expected, gather_leaves, ravel
 from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
+from ..sharding.transfers import reduce_unit
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
 from .loss_errors import check_gradient, warn_of_weight

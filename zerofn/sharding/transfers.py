@@ -1,0 +1,129 @@
+"""What is sent of a tree that is cut, each in one function: a unit is gathered, its gradient is reduced, a leaf is put
+together from the slices of ranks, and what several ranks hold is taken from the first of them.
+
+They consist of the operations of `comm.transport`, so they run eagerly and are captured alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
+from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut
+from ..geometry.layout import Unit
+from ..job.failures import group_named
+from .spec import Spec
+
+
+def gather_unit(spec: Spec, unit: Unit, x: Tensor, codec: str = "", from_copy: bool = False) -> Tensor:
+    """Return the whole unit, flat: [..., shard] on each rank -> [..., unit.size].
+
+    `codec`: in which form it is sent (`comm.wire`). What is on every rank already is rounded as if it was sent.
+    `from_copy`: `x` is what parameters hold beside their shards: the unit, or a part of it, rounded already.
+    """
+    steps = spec.steps(unit, from_copy)
+    for axis in steps:
+        (x,) = AllGather(axis, unit.name, codec=codec)(x)
+    if steps or from_copy:
+        return x if steps else x.view_as(x)
+    return ops.as_whole(ops.rounded(x, codec) if codec else x)
+
+
+def gather_in_place(
+    whole: Any, axis: Axis, unit: Unit, codec: str = "", call: Callable[..., Any] = lambda op, *args: op(*args)
+) -> None:
+    """Start an all-gather over the ranks of an axis into `whole` [size * s], in which each has its own part already:
+    the whole unit, or a part of it that parameters hold as a copy. `call`: what runs an operation, or writes it down.
+    """
+    to = (axis.rank, axis.size, axis.group, unit.name)
+    call(ops.all_gather_into_.default, whole, *to, *([codec] if codec else []))
+
+
+def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
+    """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
+    axis, replicas, codec = spec.within(unit), spec.mesh.replicas, spec.precision.sends(flat.dtype)
+    shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
+    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
+        (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
+        if spec.shared_over:
+            shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
+    # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
+    if axis.size > 1 and spec.num_shards(unit) == 1:
+        shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
+    return shard
+
+
+def assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
+    """Return the whole leaves that this rank's `slices` are of, in one all-gather along each axis of their cuts.
+
+    A leaf without cuts is returned as it is. All ranks of the axes must call it.
+    """
+    out = list(slices)
+    for axis in mesh.axes:
+        found = [(k, cut) for k, each in enumerate(cuts) for cut in each if cut.axis == axis.name]
+        if found:
+            _assemble(out, found, axis)
+    return out
+
+
+def _assemble(out: list[Tensor], cuts: Sequence[tuple[int, Cut]], axis: Axis) -> None:
+    """Put the leaves together that are cut along an axis. `cuts`: which of `out`, and how."""
+    flats, shapes = [], []
+    for k, cut in cuts:
+        rows = out[k].movedim(cut.dim, 0)
+        longest = max(map(cut.length, range(axis.size)))
+        shapes.append((longest, *rows.shape[1:]))
+        flats.append(torch.nn.functional.pad(rows.reshape(-1), (0, (longest - len(rows)) * math.prod(rows.shape[1:]))))
+    gathered, start = rows_over(torch.cat(flats) if len(flats) > 1 else flats[0], axis), 0
+    for (k, cut), shape in zip(cuts, shapes, strict=True):
+        stop = start + math.prod(shape)
+        rows, places = gathered[:, start:stop].view(axis.size, *shape), []
+        for rank in sorted({cut.first(r) for r in range(axis.size)}):
+            at = 0
+            for a, b in cut.slices[rank]:
+                places.append((a, b, rows[rank, at : at + b - a]))
+                at += b - a
+        pieces = [x for a, b, x in sorted(places, key=lambda place: place[:2]) if a < b]
+        out[k], start = torch.cat(pieces).movedim(0, cut.dim).contiguous(), stop
+
+
+def of_first(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
+    """Return a slice with the values of the first rank that has the same one. All ranks must call it."""
+    by_axis = {cut.axis: cut for cut in cuts}
+    for axis in mesh.slices:
+        x = _of_first(x, by_axis.get(axis.name), axis)
+    return x
+
+
+def _of_first(x: Tensor, cut: Cut | None, axis: Axis) -> Tensor:
+    owners = [0 if cut is None else cut.first(rank) for rank in range(axis.size)]
+    if len(set(owners)) == axis.size:
+        return x
+    group, mine = group_named(axis.group), x
+    for rank in sorted(set(owners)):
+        shape = [cut.length(rank) if cut and d == cut.dim else n for d, n in enumerate(x.shape)]
+        there = x.contiguous().clone() if axis.rank == rank else x.new_empty(shape)
+        if there.numel():
+            dist.broadcast(there.view(-1).view(torch.uint8), group=group, group_src=rank)
+        mine = there if owners[axis.rank] == rank else mine
+    return mine
+
+
+def equalize(values: Sequence[Tensor], axis: Axis) -> None:
+    """Write the first rank's values into replicated tensors on every rank, in one broadcast. All ranks must call it."""
+    values = [x for x in values if x.numel()]
+    if axis.size == 1 or not values:
+        return
+    # A group may serve accelerators only: if there is one, everything goes that way.
+    device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
+    flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
+    dist.broadcast(flat, group=group_named(axis.group), group_src=0)
+    for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
+        x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))
