@@ -66,19 +66,13 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "extra=dict(model.named_buffers()), ...) instead of state_dict(), and give functional_call both",
     ),
     (
-        r"torch\._dynamo|torch\._inductor|FX to symbolically trace a dynamo-optimized",
-        RuntimeError,
-        "a captured step takes the operations themselves, which torch.compile hides: use the module or function that "
-        "was not compiled",
-    ),
-    (
         r"SparseCPU|SparseCUDA|only supported by strided tensors|between dense and sparse",
         ValueError,
         "sparse gradients are not supported, because shards are updated as a whole: write "
         "nn.Embedding(..., sparse=False)",
     ),
     (
-        r"nested_tensor.*does not support tracing|NestedTensor",
+        r"nested_tensor|NestedTensor|not tracked with proxy",
         RuntimeError,
         "jagged and nested tensors cannot be captured: pad and mask, or keep the part that uses them inside "
         "zerofn.eager_region, with dense tensors as its arguments and results",
@@ -105,12 +99,6 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         r"Cannot swap t\d because it has weakref",
         RuntimeError,
         "a captured step cannot swap tensors: assign x.data = y, or use the other variable",
-    ),
-    (
-        r"data-dependent expression|[Uu]nbacked symbol",
-        RuntimeError,
-        "a size depends on data in a way that cannot be captured: pad to a size that is always the same, or keep the "
-        "part that does inside zerofn.eager_region",
     ),
     (
         r"FakeTensor is not JSON serializable|unhashable type.*Sym|loop of ufunc does not support.*of type Sym",
