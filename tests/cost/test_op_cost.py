@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
+import zerofn
+from zerofn import optim
 from zerofn._torch_compat import make_fx
 from zerofn.cost import op_timer
 from zerofn.cost.op_cost import flops, groups_of
@@ -42,3 +44,43 @@ def test_they_are_timed_with_equal_groups_of_all_rows(monkeypatch, name):
     monkeypatch.setattr(op_timer, "callable_of", lambda target: lambda *args: ends.append(args[groups_of(node).at]))
     op_timer._seconds(node, [0, 0, 0])
     assert all(x.tolist() == [4, 8] for x in ends) and ends
+
+
+@torch.library.custom_op("op_cost_test::scores", mutates_args=())
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """An operation of a user's."""
+    return q @ k.t()
+
+
+scores.register_fake(lambda q, k: q.new_empty(len(q), len(k)))
+scores.register_autograd(
+    lambda ctx, grad: (None, grad.t() @ ctx.q), setup_context=lambda ctx, inputs, output: setattr(ctx, "q", inputs[0])
+)
+
+
+def planned_seconds():
+    """Of a step on a machine on which nothing takes time but arithmetic: a billion operations a second."""
+
+    def train_step(state, q):
+        loss, grads = state.value_and_grad(lambda p, q: scores(q, p["k"]).sum())(q)
+        return state.apply_gradients(grads), loss
+
+    machine = zerofn.Machine("slow", "cpu", 1, 1e12, 1e30, {"float32": 1e9}, 1e30, 1e30, launch=1e-30)
+    state = zerofn.TrainState.create(params={"k": torch.ones(64, 16)}, tx=optim.sgd(0.1))
+    options = {"offload": None, "precision": None, "remat": None}
+    return zerofn.plan(train_step, state, torch.empty(32, 16), world=1, stage=0, machine=machine, **options)[0].seconds
+
+
+def test_a_formula_for_a_users_operation_comes_out_in_plans():
+    before = planned_seconds()
+    assert before == pytest.approx(2 * 64 * 16 * 32 / 1e9)  # the product of the backward pass
+
+    @register_flop_formula(torch.ops.op_cost_test.scores)
+    def flops_of_scores(q_shape, k_shape, *, out_shape):
+        assert out_shape == (32, 64)
+        return 5 * q_shape[0] * q_shape[1] * k_shape[0]
+
+    try:
+        assert planned_seconds() - before == pytest.approx(5 * 32 * 16 * 64 / 1e9)
+    finally:
+        del flop_registry[torch.ops.op_cost_test.scores]
