@@ -31,9 +31,13 @@ check: lint
 test: lint
 	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not whole and not system"
 
-# Whole products, of which `make test` has a part, and the longest runs.
+# Whole products, of which `make test` has a part, and the longest runs. Prints the library files of which too few lines
+# were run, in whatever process.
 test-all: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not system"
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(VENV)/bin/python -m coverage run -m pytest --numprocesses $(JOBS) --dist loadfile -m "not system"
+	$(VENV)/bin/python -m tests.support.untested
 
 # What needs root and Debian's packages: several machines over a real sshd, and a browser. It names what is not there.
 test-system: $(VENV)/test.stamp docs
