@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.capture.model_settings import settings_behind
 
@@ -53,10 +54,7 @@ class Masked(nn.Module):
 def failure(**settings):
     config = SimpleNamespace(**{"mask_prob": 0.0, "threshold": 0} | settings)
     module = Masked(config)
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(lambda params, x: functional_call(module, params, (x,)).sum())(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda params, x: functional_call(module, params, (x,)).sum())
 
     state = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.sgd(0.1))
     try:
@@ -125,12 +123,7 @@ def test_a_model_of_transformers_names_its_configuration():
     config = M2M100Config(vocab_size=64, encoder_layers=1, decoder_layers=1, max_position_embeddings=16, **sizes)
     model = M2M100ForConditionalGeneration(config).train()
     params, rows = dict(model.named_parameters()), torch.randint(3, 60, (2, 8))
-
-    def step(state, rows):
-        loss, grads = state.value_and_grad(
-            lambda params, x: functional_call(model, params, (), {"input_ids": x, "labels": x}).loss
-        )(rows)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda params, x: functional_call(model, params, (), {"input_ids": x, "labels": x}).loss)
 
     state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)))
     told = "M2M100Encoder does so because of config.encoder_layerdrop=0.05: build the model with encoder_layerdrop=0.0"

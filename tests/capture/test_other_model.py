@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.small_steps import step_with
 from zerofn import optim
 
 
@@ -28,10 +29,7 @@ class Model(nn.Module):
 def trained(build, batch=None):
     """The loss of a step whose model and state come from `build`."""
     model = zerofn.skeleton(build)
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (x,)).mean())(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda params, x: functional_call(model, params, (x,)).mean())
 
     def init_state():
         return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.sgd(0.1))

@@ -8,6 +8,7 @@ from torch.nn.utils import rnn
 
 import zerofn
 from tests.support.captured_steps import assert_captured_is_eager
+from tests.support.small_steps import step_with
 from zerofn import optim
 
 
@@ -24,9 +25,7 @@ def loss_of(net, params, batch):
 
 
 def stepping(net, loss):
-    def step(state, batch):
-        value, grads = state.value_and_grad(lambda p, b: loss(net, p, b))(batch)
-        return state.apply_gradients(grads), value
+    step = step_with(lambda p, b: loss(net, p, b))
 
     def make_state():
         params = {k: v.detach().clone() for k, v in net.named_parameters()}

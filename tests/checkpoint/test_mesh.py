@@ -14,6 +14,7 @@ from benchmarks.mesh.training import assert_same_training, batches
 from benchmarks.mesh.training import plain as plain_torch
 from tests.support.checkpoint_states import draw
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.checkpoint.file_sources import Checkpoint
 from zerofn.checkpoint.reports import described, differences
@@ -248,9 +249,7 @@ def half(folder, name, sizes, stage, first):
         def loss_fn(params, batch):
             return functional_call(model, params, (), batch).loss
 
-        def train_step(state, batch):
-            loss, grads = state.value_and_grad(loss_fn)(batch)
-            return state.apply_gradients(grads), loss
+        train_step = step_with(loss_fn)
 
         state = zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)
         state = state if first else zerofn.load(folder / "a", like=state, donate=True)

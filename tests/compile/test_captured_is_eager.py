@@ -8,7 +8,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support.captured_steps import TX, assert_captured_is_eager, masked_batch, masked_step, rank, run, tiny_gpt2
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with
 from zerofn import tree
 
 
@@ -118,11 +118,7 @@ def gpt2_step(module):
     def loss_fn(params, batch):
         return functional_call(module, params, (), {"input_ids": batch, "labels": batch}).loss
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
+    return step_with(loss_fn)
 
 
 def gpt2_with_checkpointing():

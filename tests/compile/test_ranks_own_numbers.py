@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with
 from zerofn import optim, tree
 from zerofn.ops.same import RanksDiffer
 from zerofn.util.errors import said
@@ -115,9 +115,7 @@ def smoothed():
         logits = functional_call(MODULE, params, (batch["x"],))
         return cross_entropy(logits, labels, label_smoothing=0.1 * dist.get_rank())
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     return raised(step, state_of(MODULE, 3))
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of
+from tests.support.small_steps import WIDTH, batch_of, build, state_of, step_with, train_step_of
 from tests.test_tree import Shown
 from zerofn import optim
 from zerofn.util.sizes import time_in_words
@@ -88,10 +88,7 @@ def test_numbers_in_a_state_grow_without_a_new_capture():
 def total_of(shape, stage, **options):
     """A state whose parameter has this shape, and what a step makes of it that depends on the shape."""
     params = {"w": torch.arange(24.0).reshape(shape) + 0.001}
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: (p["w"].square().sum(0) * x).square().sum())(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda p, x: (p["w"].square().sum(0) * x).square().sum())
 
     make = lambda: zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(1e-6)), stage=stage, **options)  # noqa: E731
     return step, make

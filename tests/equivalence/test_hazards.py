@@ -5,7 +5,7 @@ import torch
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with
 from zerofn import optim, tree
 
 TX = optim.sgd(0.1)
@@ -28,10 +28,7 @@ def assert_compiled_is_eager(step, init, batches, **options):
 
 def assert_trains_alike(loss_fn, params, batch, **options):
     """Two steps of `loss_fn`, at one rank."""
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     def init():
         plain = {k: p.clone() for k, p in params.items()}

@@ -8,6 +8,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support.plain_sgd import trained_by_torch
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import collectives, optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import tensor
@@ -133,10 +134,7 @@ def other_rows():
     mesh = Mesh.make(tensor=2)
     model = zerofn.skeleton(build)
     cuts = tensor(model, mesh, PLAN)
-
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).square().mean())(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (x,)).square().mean())
 
     def init_state():
         return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.sgd(0.1))

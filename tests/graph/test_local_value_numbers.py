@@ -8,7 +8,7 @@ from torch import nn
 
 import zerofn
 from tests.capture.test_between_ranks import Net, X
-from tests.support.small_steps import fake_ranks
+from tests.support.small_steps import fake_ranks, step_with
 from zerofn import optim
 from zerofn.capture.between_ranks import NumberedStep
 from zerofn.capture.checked_capture import captured
@@ -162,9 +162,7 @@ def test_what_is_only_reported_may_differ():
 
 
 def test_an_evaluation_and_one_rank_have_no_numbers():
-    def step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: outputs(p, x).mean())(x)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda p, x: outputs(p, x).mean())
 
     def made():
         return zerofn.shard(zerofn.TrainState.create(params=dict(Net().named_parameters()), tx=optim.sgd(0.1)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import zerofn
-from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, state_of
+from tests.support.small_steps import batch_of, build, captured, fake_ranks, loss_of, state_of, step_with
 from zerofn import optim, tree
 from zerofn.capture.between_ranks import NumberedStep
 from zerofn.graph.node_text import written
@@ -92,9 +92,7 @@ def test_a_write_through_a_view_changes_what_is_read_later():
 
 def test_what_the_loss_of_a_ranks_own_rows_is_multiplied_by_may_differ():
     def step_of(rank):
-        def step(state, batch):
-            loss, grads = state.value_and_grad(lambda p, b: loss_of(MODULE)(p, b) * (0.5 + rank))(batch)
-            return state.apply_gradients(grads), loss
+        step = step_with(lambda p, b: loss_of(MODULE)(p, b) * (0.5 + rank))
 
         with fake_ranks(2, rank):
             return NumberedStep(captured(step, state_of(MODULE, 3), batch_of(rank)))

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.guards.walk import Walk
 from zerofn.runtime import guarded_captures as guards
@@ -930,10 +931,7 @@ def alone_on_one_rank():
     """Rank 0 alone has a scheduler that counts on, as it alone has a progress bar or a writer."""
     opt = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     sched = torch.optim.lr_scheduler.LambdaLR(opt, lambda k: 2.0)
-
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * x).sum() * sched.get_last_lr()[0])(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: (p["w"] * x).sum() * sched.get_last_lr()[0])
 
     make = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.sgd(0.1))  # noqa: E731
     state, call = zerofn.shard(make, stage=3), zerofn.compile(train_step)
@@ -1002,10 +1000,7 @@ def test_a_schedule_of_the_optimizer_is_followed():
     rates = [0.1]
     tx = optim.sgd(lambda count: rates[0])
     make = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=tx)  # noqa: E731
-
-    def step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * x).sum())(x)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda p, x: (p["w"] * x).sum())
 
     call, state, plain = zerofn.compile(step), make(), make()
     for rate in (0.1, 0.1, 0.0, 0.1, 0.5):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with, train_step_of
 from zerofn import optim
 from zerofn.job import agreement
 from zerofn.job.step_order import Meetings, meetings
@@ -98,9 +98,7 @@ def other_entries(needed):
         y = batch["m"] if needed else batch.get("m", 1.0)
         return (params["w"] * batch["x"] * y).sum()
 
-    def train(state, batch):
-        loss_, grads = state.value_and_grad(loss)(batch)
-        return state.apply_gradients(grads), loss_
+    train = step_with(loss)
 
     step = zerofn.compile(train)
     state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(8)}, tx=optim.sgd(0.1)))

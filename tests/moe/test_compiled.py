@@ -7,6 +7,7 @@ import torch.distributed as dist
 import zerofn
 from tests.support.plain_moe import expert, make_params, plain_layer
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.moe import layer, own
 
@@ -60,9 +61,7 @@ def trained(stage, captured):
     def init_state():
         return zerofn.TrainState.create(params=start(EXPERTS[size]), tx=optim.sgd(0.1, 0.9))
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(loss_fn)
 
     state = zerofn.shard(init_state, stage=stage)
     step, losses = zerofn.compile(train_step) if captured else train_step, []

@@ -13,6 +13,7 @@ import zerofn
 from benchmarks.mesh.float64_models import build, in_float64
 from benchmarks.mesh.training import assert_same_training, batches, plain, trained
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import moe, optim, parallel
 from zerofn.comm.mesh import Mesh
 
@@ -221,9 +222,7 @@ def by_default(sizes, num_rows=2, capacity=None, captured=True, **options):
     def init_state():
         return zerofn.TrainState.create(params=dict(small(**options).named_parameters()), tx=optim.sgd(0.1))
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (), x).loss)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda params, x: functional_call(model, params, (), x).loss)
 
     state = zerofn.shard(init_state, stage=3, mesh=mesh, cuts=cuts)
     rows = torch.arange(4 * 8).view(4, 8)[mesh.rows.rank :: mesh.rows.size][:num_rows]

@@ -4,6 +4,7 @@ import torch
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.sharding.sharded import is_sharded
@@ -33,9 +34,7 @@ def stepped(sizes, stage, tx):
         y, _ = zerofn.moe.layer(p["moe"], x, torch.vmap(expert), k=2, capacity=None, axis=axis)
         return (y @ p["out"]).square().mean()
 
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(loss_fn)(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(loss_fn)
 
     return train_step(state, rows)[0]
 

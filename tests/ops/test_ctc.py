@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from tests.support.captured_steps import assert_captured_is_eager, run
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import optim, shard
 from zerofn.training.train_state import TrainState
 
@@ -36,11 +37,7 @@ def step_of(**options):
         x = (batch["x"] @ params["w"]).log_softmax(-1)
         return F.ctc_loss(x, batch["y"], batch["inputs"], batch["lengths"], **options)
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
+    return step_with(loss_fn)
 
 
 def make_state():

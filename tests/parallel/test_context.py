@@ -11,6 +11,7 @@ from torch.func import functional_call
 import zerofn
 from benchmarks.mesh.float64_models import SMALL, build
 from benchmarks.mesh.training import assert_same_training, plain, trained
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import context, split_sequence
@@ -58,9 +59,7 @@ def in_a_ring(memory):
     def init_state():
         return zerofn.TrainState.create(params=dict(build("llama").named_parameters()), tx=optim.sgd(0.1))
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (), x).loss)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (), x).loss)
 
     step = zerofn.compile(train_step, memory=memory)
     plan = step.lower(zerofn.shard(init_state, mesh=mesh), split_sequence(of_rows(24), mesh))
@@ -82,10 +81,7 @@ def stepped(mesh, batch, name="llama"):
     """A step on a batch that this function does not cut."""
     model = zerofn.skeleton(partial(build, name))
     context(model, mesh)
-
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (), x).loss)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (), x).loss)
 
     def init_state():
         return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=optim.sgd(0.1))

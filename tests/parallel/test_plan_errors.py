@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 import zerofn
 from benchmarks.mesh.float64_models import SMALL
+from tests.support.small_steps import step_with
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Slice, tensor
 
@@ -82,9 +83,7 @@ def plan_of(build, plan, x=FEATURES, loss=None, attributes=None):
         y = functional_call(model, params, (), x) if isinstance(x, dict) else functional_call(model, params, (x,))
         return y.pow(2).mean() if loss is None else loss(y, x)
 
-    def step(state, batch):
-        value, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), value
+    step = step_with(loss_fn)
 
     return zerofn.plan(step, init_state, x, mesh=mesh, cuts=cuts, stage=3, offload=None, precision=None, remat=None)
 

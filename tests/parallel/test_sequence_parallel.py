@@ -11,6 +11,7 @@ from torch.func import functional_call
 import zerofn
 from benchmarks.mesh.float64_models import SMALL
 from benchmarks.mesh.training import assert_same_training, cuts_of, plain, trained
+from tests.support.small_steps import step_with
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import tensor
 
@@ -45,9 +46,7 @@ def lowered(in_parts):
     def init_state():
         return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=zerofn.optim.sgd(0.1))
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, b: functional_call(model, p, (), b).loss)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, b: functional_call(model, p, (), b).loss)
 
     state = zerofn.shard(init_state, stage=0, mesh=mesh, cuts=cuts)
     ids = torch.zeros(2, 64, dtype=torch.long)

@@ -17,6 +17,7 @@ from tests.support.small_steps import (
     fake_ranks,
     scheduled,
     state_of,
+    step_with,
     train_step_of,
     trained,
     unit_of,
@@ -118,10 +119,7 @@ class Uneven(torch.nn.Module):
 
 def test_a_buffer_that_would_raise_the_peak_is_left_out():
     module = Uneven()
-
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)))(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(module, p, (x,)))
 
     with fake_ranks(2):
         plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=NORMED)
@@ -147,10 +145,7 @@ def test_values_stay(ranks, size, stage):
 
 def adapted(edit):
     module, made = build(6), []
-
-    def train_step(state, batch):
-        loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(adapted_loss_of(module), 2)
 
     state, step = state_of(module, 3), zerofn.compile(train_step, passes=edit)
     for seed in range(2):

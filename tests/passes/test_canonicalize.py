@@ -10,6 +10,7 @@ from tests.support.small_steps import (
     loss_of,
     results,
     state_of,
+    step_with,
     train_step_of,
 )
 from zerofn.passes.canonicalize import canonicalize
@@ -89,9 +90,7 @@ def test_recomputation_is_not_merged():
     def recomputed(params, batch):
         return torch.utils.checkpoint.checkpoint(loss_fn, params, batch, use_reentrant=False)
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(recomputed)(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(recomputed)
 
     program = captured(step, state_of(module, 3), batch_of())
     num_products = count(program, aten.addmm.default)

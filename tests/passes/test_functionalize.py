@@ -11,7 +11,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support.op_samples import OPERATIONS, samples
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, captured, results, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captured, results, state_of, step_with, train_step_of
 from zerofn import optim
 from zerofn._torch_compat import TorchDispatchMode
 from zerofn.graph.alias import roots, writes
@@ -36,10 +36,7 @@ def test_masks_are_drawn_as_values():
 def program_of(loss):
     """A step's program, before and after, with `loss(x, w)`."""
     params = {"w": torch.linspace(0.1, 1.0, 8)}
-
-    def step(state, batch):
-        value, grads = state.value_and_grad(lambda p, x: loss(x, p["w"]))(batch)
-        return state.apply_gradients(grads), value
+    step = step_with(lambda p, x: loss(x, p["w"]))
 
     state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)))
     batch = torch.linspace(-1.0, 1.0, 8)

@@ -2,7 +2,17 @@ import torch
 from torch.func import functional_call
 
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, captured, loss_of, ops, results, state_of, train_step_of
+from tests.support.small_steps import (
+    batch_of,
+    build,
+    captured,
+    loss_of,
+    ops,
+    results,
+    state_of,
+    step_with,
+    train_step_of,
+)
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.passes.gradients_as_bucket_views import gradients_as_bucket_views
 from zerofn.passes.raise_reduce_scatters import raise_reduce_scatters
@@ -101,9 +111,7 @@ def test_other_layers_keep_their_bits():
     def loss_fn(params, b):
         return functional_call(module, params, (b["ids"],)).square().mean()
 
-    def step(state, b):
-        loss, grads = state.value_and_grad(loss_fn)(b)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     for precision in (None, "bf16"):
         state = state_of(module, 3, precision=precision)

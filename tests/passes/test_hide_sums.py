@@ -5,6 +5,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.small_steps import step_with
 from zerofn.comm.mesh import Mesh
 from zerofn.cost.op_cost import flops
 from zerofn.graph.alias import positions
@@ -35,9 +36,7 @@ def planned(plan, sizes):
     def init_state():
         return zerofn.TrainState.create(params=dict(layers().named_parameters()), tx=zerofn.optim.sgd(0.1))
 
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).pow(2).mean())(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (x,)).pow(2).mean())
 
     table = zerofn.plan(
         train_step, init_state, torch.zeros(2, 4, 16), mesh=mesh, cuts=cuts, machine="H100-8", stage=1,

@@ -14,7 +14,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support import tiny_models
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, batch_of, build, state_of, train_step_of, trained, unit_of
+from tests.support.small_steps import WIDTH, batch_of, build, state_of, step_with, train_step_of, trained, unit_of
 from zerofn import optim, passes, tree
 from zerofn.capture.checked_capture import captured
 from zerofn.comm import transport
@@ -189,12 +189,7 @@ def test_models(monkeypatch, name):
     def one_step():
         torch.manual_seed(0)
         model, inputs = tiny_models.BUILDERS[name]().train(), tiny_models.batch(name)
-
-        def train_step(state, batch):
-            loss, grads = state.value_and_grad(
-                lambda p, x: functional_call(model, p, (), x).logits.float().square().mean()
-            )(batch)
-            return state.apply_gradients(grads), loss
+        train_step = step_with(lambda p, x: functional_call(model, p, (), x).logits.float().square().mean())
 
         plain = zerofn.TrainState.create(params=dict(model.named_parameters()), tx=optim.adamw(1e-2))
         state, step = zerofn.shard(plain), zerofn.compile(train_step, memory="1TB")

@@ -8,7 +8,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support import tiny_models
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of, trained
+from tests.support.small_steps import batch_of, build, loss_of, state_of, step_with, trained
 from zerofn import optim, tree
 from zerofn.graph.liveness import AGAIN
 from zerofn.graph.nested import graphs_of
@@ -64,9 +64,7 @@ def one_step(name, remat):
     def loss_fn(params, batch):
         return functional_call(model, params, (), batch).logits.float().square().mean()
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(loss_fn)
 
     params = dict(model.named_parameters())
     state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.adamw(1e-2)), unit=layer_of)
@@ -146,10 +144,7 @@ def test_a_model_that_asks_for_it_itself():
     """What `zerofn.remat` computes again is not computed a third time."""
     module = build(6, dropout=0.2)
     inner = loss_of(module)
-
-    def step(state, batch):
-        loss, grads = state.value_and_grad(zerofn.remat(inner))(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(zerofn.remat(inner))
 
     def run(**options):
         state, loss = zerofn.compile(step, **options)(state_of(module, 3), batch_of(rows=ROWS))

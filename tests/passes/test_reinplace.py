@@ -3,7 +3,7 @@ import torch
 from torch.func import functional_call
 
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import SCHEDULE, captured, results, state_of
+from tests.support.small_steps import SCHEDULE, captured, results, state_of, step_with
 from zerofn.passes.reinplace import SMALLEST, reinplace
 
 aten = torch.ops.aten
@@ -81,10 +81,7 @@ def test_a_whole_step_keeps_its_bits():
         torch.nn.Linear(16, 300), torch.nn.SiLU(), torch.nn.Linear(300, 300), torch.nn.GELU(), torch.nn.Linear(300, 1)
     )
     batch = {"x": torch.randn(32, 16)}
-
-    def step(state, b):
-        loss, grads = state.value_and_grad(lambda p, b: functional_call(module, p, (b["x"],)).square().mean())(b)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda p, b: functional_call(module, p, (b["x"],)).square().mean())
 
     state = state_of(module, 3)
     before = captured(step, state, batch)

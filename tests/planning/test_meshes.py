@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import zerofn
 from benchmarks.mesh.float64_models import build as build_llama
-from tests.support.small_steps import WIDTH, batch_of, build, train_step_of, unit_of
+from tests.support.small_steps import WIDTH, batch_of, build, step_with, train_step_of, unit_of
 from zerofn import optim
 from zerofn.comm.axes import BETWEEN
 from zerofn.comm.lines import axes_along
@@ -142,11 +142,7 @@ def llama(mesh):
     def init():
         return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
 
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(
-            lambda params, x: functional_call(model, params, (), {"input_ids": x, "labels": x}).loss
-        )(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda params, x: functional_call(model, params, (), {"input_ids": x, "labels": x}).loss)
 
     return train_step, init, cuts
 
@@ -181,9 +177,7 @@ def in_parts(mesh, method="ulysses"):
     def init():
         return zerofn.TrainState.create(params=dict(build_it().named_parameters()), tx=optim.sgd(0.1))
 
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(lambda params, x: functional_call(model, params, (), x).loss)(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda params, x: functional_call(model, params, (), x).loss)
 
     tokens = torch.arange(48).view(2, 24)
     return train_step, init, split_sequence({"input_ids": tokens, "labels": tokens}, mesh)
@@ -245,9 +239,7 @@ def experts_on(mesh):
         y, aux = zerofn.moe.layer(params, x, torch.vmap(expert), k=2, capacity=1.5, axis=axis)
         return y.square().mean() + 0.01 * aux.balance
 
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(loss_fn)(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(loss_fn)
 
     return train_step, cuts
 
@@ -292,10 +284,7 @@ def test_state_of_slices_is_that_of_the_closed_form(sizes, share):
     """Master and two moments, 12 bytes a parameter: slices are cut over data, and replicas keep the same."""
     mesh, module = Mesh.planned(sizes), zerofn.skeleton(two_matrices)
     cuts = tensor(module, mesh, {"0": "colwise", "1": "rowwise"}) if "tensor" in sizes else None
-
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)).square().mean())(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(module, p, (x,)).square().mean())
 
     table = zerofn.plan(train_step, state_of_two_matrices, torch.ones(2, WIDE), mesh=mesh, cuts=cuts, machine=HERE,
                         stage=3, offload=None, remat=None)  # fmt: skip

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.func import functional_call
 
 import zerofn
-from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, train_step_of, unit_of
+from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, step_with, train_step_of, unit_of
 from zerofn import Offload, optim
 from zerofn.capture.capture import CaptureError
 from zerofn.cost.machine import KNOWN, machine_of
@@ -145,9 +145,7 @@ def test_nothing_is_allocated_for_a_large_model():
         params = dict(torch.nn.Sequential(*(torch.nn.Linear(wide, wide) for _ in range(8))).named_parameters())
         return zerofn.TrainState.create(params=params, tx=optim.adamw(1e-3))
 
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(module, p, (x,)).square().mean())(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(module, p, (x,)).square().mean())
 
     before = psutil.Process().memory_info().rss
     row = zerofn.plan(train_step, init, torch.empty(4, wide, device="meta"), world=512, machine="A100-8", stage=3,

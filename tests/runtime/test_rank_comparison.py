@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.job.agreement import agree_among
@@ -34,10 +35,7 @@ def steps(sizes, stage, options):
     make = partial(mlp, WIDTHS[mesh.size("tensor")])
     model = zerofn.skeleton(make)
     cuts = tensor(model, mesh, PLAN)
-
-    def train_step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).square().mean())(x)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (x,)).square().mean())
 
     def init_state():
         return zerofn.TrainState.create(params=dict(make().named_parameters()), tx=optim.sgd(0.1, 0.9))

@@ -7,7 +7,7 @@ import torch
 
 import zerofn
 import zerofn.offload.policy
-from tests.support.small_steps import apart, same, unit_of
+from tests.support.small_steps import apart, same, step_with, unit_of
 from zerofn import collectives, optim, tree
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import Cut
@@ -64,11 +64,7 @@ def state_on(mesh, stage, cuts=None, none=True, **options):
 
 
 def step_along(axis):
-    def step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, b: loss_fn(p, b, axis))(batch)
-        return state.apply_gradients(grads), loss
-
-    return step
+    return step_with(lambda p, b: loss_fn(p, b, axis))
 
 
 def held(state, name):

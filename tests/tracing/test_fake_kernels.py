@@ -5,6 +5,7 @@ import torch
 from torch.func import hessian, jacfwd, jacrev, vmap
 
 import zerofn
+from tests.support.small_steps import step_with
 from zerofn import optim
 from zerofn._torch_compat import FakeTensor, FakeTensorMode
 from zerofn.tracing import fake_kernels
@@ -37,9 +38,7 @@ def test_experts_in_float32_are_captured_as_they_run(caplog):
         seen.append(torch.compiler.is_compiling())
         return torch._grouped_mm(x, params["w"], offs=OFFS).square().mean()
 
-    def step(state, x):
-        loss, grads = state.value_and_grad(loss_fn)(x)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.randn(2, 16, 12)}, tx=optim.sgd(0.1)), stage=3)
     x = torch.randn(8, 16)
@@ -77,9 +76,7 @@ def test_a_step_that_solves_least_squares_is_captured():
         found = torch.linalg.lstsq(batch["a"] @ params["w"], batch["b"], driver="gels")
         return found.solution.square().sum() + found.residuals.sum()
 
-    def step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     batch = {"a": torch.randn(6, 3, dtype=torch.float64), "b": torch.randn(6, 2, dtype=torch.float64)}
     params = {"w": torch.eye(3, dtype=torch.float64)}
@@ -114,9 +111,7 @@ def test_a_loss_of_second_derivatives_is_trained_as_in_torch(name, batched):
         second = SECOND[name](lambda x: (torch.tanh(x @ params["w"]) * x.view(1, 3).sum(1)).square().sum())
         return (vmap(second)(x) if batched else second(x[0])).square().mean()
 
-    def step(state, x):
-        loss, grads = state.value_and_grad(loss_fn)(x)
-        return state.apply_gradients(grads), loss
+    step = step_with(loss_fn)
 
     w, x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True), torch.randn(5, 3, dtype=torch.float64)
     loss = loss_fn({"w": w}, x)

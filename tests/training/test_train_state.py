@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import step_with
 from zerofn import DynamicLossScale, NoLossScale, TrainState, optim, shard, tree, unshard
 
 STAGES = (0, 1, 2, 3)
@@ -299,10 +300,7 @@ def test_numbers_in_a_state_are_tensors(compiled):
     for number in (2.0, np.float64(2.0)):
         given = {"a": torch.ones(3, dtype=torch.float64), "scale": number}
         state = TrainState.create(params=given, tx=optim.adamw(0.1, weight_decay=0.01), extra={"rate": number})
-
-        def step(state, x):
-            loss, grads = state.value_and_grad(lambda p, x: (p["a"].detach() * x).sum() * p["scale"] ** 2)(x)
-            return state.apply_gradients(grads), loss
+        step = step_with(lambda p, x: (p["a"].detach() * x).sum() * p["scale"] ** 2)
 
         step = zerofn.compile(step) if compiled else step
         state, _ = step(shard(state, stage=3), torch.ones(3, dtype=torch.float64))
@@ -469,9 +467,7 @@ def two_layers(tx, frozen=None):
 
 
 def train_pair(state, compiled=True):
-    def step(state, x):
-        loss, grads = state.value_and_grad(lambda p, x: (x @ p["body.w"] @ p["head.w"]).sum())(x)
-        return state.apply_gradients(grads), loss
+    step = step_with(lambda p, x: (x @ p["body.w"] @ p["head.w"]).sum())
 
     return (zerofn.compile(step) if compiled else step)(state, torch.ones(1, 4))[0]
 

@@ -16,6 +16,7 @@ from tests.support.small_steps import (
     fake_ranks,
     loss_of,
     state_of,
+    step_with,
     train_step_of,
     trained,
     unit_of,
@@ -78,10 +79,7 @@ def test_loops_on_two_ranks(ranks):
 def adapted(memory):
     """(peak, loss and parameters) of a step with a loop in a loop."""
     module = build(LAYERS)
-
-    def train_step(state, batch):
-        loss, grads = zerofn.accumulate(state.value_and_grad(adapted_loss_of(module)), 2)(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(adapted_loss_of(module), 2)
 
     state, step = state_of(module, 3, CLIPPED), zerofn.compile(train_step, memory=memory)
     batch = batch_of(dist.get_rank(), rows=8 * ROWS)
@@ -120,10 +118,7 @@ def lowered():
     """(budget, what a model takes) at some budgets."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Uneven() for _ in range(6)))
-
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda p, x: functional_call(model, p, (x,)).square().mean())(batch)
-        return state.apply_gradients(grads), loss
+    train_step = step_with(lambda p, x: functional_call(model, p, (x,)).square().mean())
 
     def peak(budget):
         plain = zerofn.TrainState.create(params=dict(model.named_parameters()), tx=CLIPPED)
