@@ -34,7 +34,7 @@ PUBLIC = {
     "LinearMap",
     moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux "
     "Routing",
-    passes: "after before standard Pass PassError",
+    passes: "after before standard Context Pass PassError",
     parallel: "attention context cross_entropy split_sequence tensor tiled_loss Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random"]  # the public ones

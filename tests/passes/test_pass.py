@@ -8,8 +8,10 @@ from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, state_
 from zerofn import Pass, optim, tree
 from zerofn.capture.capture import capture
 from zerofn.graph.edit import copied
+from zerofn.graph.nested import graphs_of
 from zerofn.graph.phase import phase_of
 from zerofn.passes import PassError, after, before, pipeline, standard
+from zerofn.passes.budget.decision import Choice
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
 MODULE = build(2)
@@ -69,6 +71,46 @@ def test_gelu_by_tanh(n, place):
 def test_of_the_step_alone_and_of_its_loops_as_well():
     of_step = trained(smooth("none"), 2, passes=first(Pass(tanh_gelu, "step")))
     assert same(of_step, trained(smooth("none"), 2))  # the loop's body is left alone
+
+
+def test_a_pass_of_two_arguments_gets_each_graph_with_its_context():
+    """Of the step and of its loop; on two ranks, on a machine that was given, with what a budget has decided."""
+    machine = zerofn.Machine("here", "cpu", 2, 1e12, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    found = []
+
+    def mine(gm, context):
+        found.append((gm, context))
+
+    with fake_ranks(2):
+        module = build(6)
+        program = capture(train_step_of(module, 2), state_of(module, 3), batch_of())
+        line = pipeline(donating=True, edits=[before("reinplace", Pass(mine, "body"))])
+        line.prepare(program, machine)
+        choices = [Choice(dropped=frozenset({name})) for name in ("of the body", "of the step")]
+        line.finish(program, choices=choices)
+        step, body = graphs_of(program.gm)
+    assert [gm for gm, _ in found] == [step, body]
+    assert [context.choice for _, context in found] == choices[::-1]
+    assert all((c.machine, c.num_ranks, c.mesh) == (machine, 2, program.mesh) for _, c in found)
+
+
+def test_a_pass_of_two_arguments_for_the_step_gets_the_program():
+    found = []
+    lowered(lambda program, context: found.append((program.state, context.num_ranks)) and None)
+    ((state, num_ranks),) = found
+    assert "params['0']" in state.names and num_ranks == 2
+
+
+def test_of_a_loops_body_a_pass_of_one_argument_sees_the_graph_alone():
+    def mine(program):
+        assert len(program.gm.graph.nodes)
+        program.batch  # noqa: B018 - the step has one
+
+    with pytest.raises(
+        AttributeError, match="a loop's body has no 'batch': a pass with scope='body' may use program.gm"
+    ):
+        trained(smooth("none"), 2, passes=first(Pass(mine, "body")))
+    trained(smooth("none"), 1, passes=first(Pass(mine, "body")))  # without a loop
 
 
 def test_within_a_budget():

@@ -1,5 +1,4 @@
 import dataclasses
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
+from zerofn.passes._context import context_of
 from zerofn.passes.budget.decision import Choice, choose, order_of, set_order
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
@@ -108,7 +108,7 @@ def order(gm):
 
 
 def scheduled(gm):
-    prefetch(SimpleNamespace(gm=gm))
+    prefetch(gm, context_of(gm))
     return gm
 
 
@@ -164,7 +164,7 @@ def test_a_limit_is_kept(seconds, limit):
     level = np.zeros(len(nodes), dtype=np.int64)
     for gather in gathers(gm):
         level[where[gather] : where[users_of(gather)[-1]] + 1] += 100
-    found = early(gm, sources_in(gm.graph), Bound(level, limit))
+    found = early(gm, simulator.lanes_of(gm), sources_in(gm.graph), Bound(level, limit))
     for start, at in found.starts.items():
         level[at : where[start]] += 100
     assert level.max() <= max(100, limit) and (limit < 200 or level.max() > 100)
@@ -205,7 +205,7 @@ def test_inside_a_loop_as_well():
     _, body = graphs_of(gm)
     with fake_ranks(2):
         for each in SCHEDULE:
-            each(SimpleNamespace(gm=body))
+            each(body, context_of(body))
     assert len(gathers(body)) == 8 and not gathers(gm)
     assert num_alive(body) == 3
 

@@ -21,6 +21,7 @@ from zerofn.graph.alias import positions
 from zerofn.graph.edit import copied, weight_chain
 from zerofn.graph.node_kinds import is_gather, is_scatter
 from zerofn.graph.program import Program
+from zerofn.passes._context import context_of
 from zerofn.runtime.buffers import Buffers
 from zerofn.runtime.executor import Executor
 
@@ -175,16 +176,19 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callable[[Program], None]) -> Program:
+def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callable[..., None]) -> Program:
     """The program of a step after some passes, on its own graph alone."""
     program = capture(step, state, batch)
     for each in schedule:
-        each(program)
+        if each in SCHEDULE:
+            each(program.gm, context_of(program.gm))
+        else:
+            each(program)
     return program
 
 
 def lowered(
-    *schedule: Callable[[Program], None], num_layers: int = 6, num_microbatches: int = 1, stage: int = 3, **options: Any
+    *schedule: Callable[..., None], num_layers: int = 6, num_microbatches: int = 1, stage: int = 3, **options: Any
 ) -> GraphModule:
     """The everyday step's graph on one of two ranks, after some passes."""
     module = build(num_layers)
@@ -193,7 +197,7 @@ def lowered(
         return captured(step, state_of(module, stage, **options), batch_of(), *schedule).gm
 
 
-def assert_results_stay(*schedule: Callable[[Program], None], num_microbatches: int = 1) -> None:
+def assert_results_stay(*schedule: Callable[..., None], num_microbatches: int = 1) -> None:
     """On a real rank: the everyday step at stage 3 has the same bits after some passes."""
     module = build(6)
     state, batch = state_of(module, 3), batch_of(dist.get_rank())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -155,13 +155,6 @@ class Program:
     outline: Outline | None = None  # as it was captured, to compare with another capture
     warning: str = ""  # what is refused as soon as there is more than one rank
     unused: list[str] = field(default_factory=list)  # parameters without a gradient
-
-    def inside(self, body: GraphModule) -> Program:
-        """Return the program with the body of a loop in place of the step's graph.
-
-        Only `gm` describes the body: `state`, `batch` and `aux` still describe the step.
-        """
-        return replace(self, gm=body)
 
     @property
     def placeholders(self) -> list[Node]:

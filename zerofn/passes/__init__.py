@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..graph.program import Program
 from ._checked import PassError
+from ._context import Context
 from ._pass import Edit, Pass, edited
 from ._pipeline import Pipeline
 from .assign_buffers import assign_buffers
@@ -37,7 +38,7 @@ from .update_on_host import update_on_host
 from .wait_param_gather import wait_param_gather
 from .write_after_checks import write_after_checks
 
-__all__ = ["Pass", "PassError", "after", "before", "standard"]
+__all__ = ["Context", "Pass", "PassError", "after", "before", "standard"]
 
 
 def __dir__() -> list[str]:

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from torch.fx import GraphModule
+
 from ..graph.nested import graphs_of
 from ..graph.program import Program
 from ..util.arguments import check_fields
+from ._context import context_of
 
 Scope = Literal["step", "body"]
+
+
+@dataclass(frozen=True)
+class Body:
+    """The body of a loop, as a pass with the scope "body" that takes a program meets it: its graph, `gm`."""
+
+    gm: GraphModule
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a loop's body has no {name!r}: a pass with scope='body' may use program.gm alone.")
 
 
 @dataclass(frozen=True)
@@ -18,8 +32,9 @@ class Pass:
     """A transformation of a captured step: `fn(program) -> None` changes `program.gm`, an FX graph module, in place.
 
     `scope`: "step": `fn` is called once. "body": it is called for the step, then for the body of each of its loops
-    (microbatches). During the latter calls `program.gm` is the body, and `fn` may use nothing else of the program.
-    `name`: in errors, timings and ZEROFN_DUMP's file names; the function's by default.
+    (microbatches), of which it gets nothing but `.gm`. A function of two arguments gets a `Context`, the machine and
+    the mesh, too: `fn(gm, context)` for "body", `fn(program, context)` for "step". `name`: in errors, timings and
+    ZEROFN_DUMP's file names; the function's by default.
 
     The search for a schedule within `memory=` runs passes several times on copies. So a pass changes the program that
     it is called with and nothing else. `searched`: False for one that the search leaves out, since it changes neither
@@ -28,7 +43,7 @@ class Pass:
     what runs before the decisions.
     """
 
-    fn: Callable[[Program], None]
+    fn: Callable[..., None]
     scope: Scope = "step"
     name: str = ""
     searched: bool = True
@@ -46,10 +61,21 @@ class Pass:
 
     def __call__(self, program: Program) -> list[Any]:
         """Apply the pass to every graph in its scope, and return what `fn` returned each time, which should be None."""
-        returned = [self.fn(program)]  # type: ignore[func-returns-value]
-        if self.scope == "body":
-            returned += [self.fn(program.inside(body)) for body in graphs_of(program.gm)[1:]]  # type: ignore[func-returns-value]
-        return returned
+        step, *bodies = graphs_of(program.gm) if self.scope == "body" else [program.gm]
+        if _takes_one(self.fn):
+            return [self.fn(program), *(self.fn(Body(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
+        first = step if self.scope == "body" else program
+        return [self.fn(first, context_of(step)), *(self.fn(gm, context_of(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
+
+
+def _takes_one(fn: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(fn).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that tells no signature
+        return True
+    return True
 
 
 Edit = Callable[[list[Pass]], list[Pass]]

@@ -9,20 +9,20 @@ from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean, weight_chain
 from ..graph.node_kinds import argument, is_gather, is_scatter
-from ..graph.program import Program, alike, tensor_of
+from ..graph.program import alike, tensor_of
 from ..ops.ravel import MARKS
 from ..ops.registry import RESHAPES, SAME
+from ._context import Context
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
 
 
-def canonicalize(program: Program) -> None:
+def canonicalize(gm: GraphModule, context: Context) -> None:
     """Remove detaches, views without effect and transfers of units of which this rank has nothing, and merge repeated
     gathers of one parameter with their casts and views.
 
     Later passes then find each parameter gathered once. Repeated computation stays: a model may recompute on purpose.
     """
-    gm = program.gm
     for node in list(gm.graph.nodes):
         same = _same_value(node)
         if same is not None:

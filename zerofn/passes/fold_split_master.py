@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..graph.edit import clean
 from ..graph.nested import calls, give
 from ..graph.node_kinds import argument
-from ..graph.program import Program
+from ._context import Context
 
 ops = torch.ops.zerofn
 
 
-def fold_split_master(program: Program) -> None:
+def fold_split_master(gm: GraphModule, context: Context) -> None:
     """Replace `high(join(hi, lo))` by `hi`, in the step and in the bodies in it.
 
     A gather then sends the upper half from memory as it is, and nothing is joined or cast. The pass runs first: it
     looks for these operations as capture wrote them.
     """
-    gm = program.gm
     for user, call in calls(gm):
         for inside, given in call.given.items():
             if given.target is ops.join.default and all(x.target is ops.high.default for x in inside.users):

@@ -7,26 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
 from ..graph.alias import is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
 from ..graph.node_kinds import argument
-from ..graph.program import Program, alike, tensor_of
+from ..graph.program import alike, tensor_of
 from ..ops.registry import base_name
+from ._context import Context
 
 aten = torch.ops.aten
 
 
-def functionalize(program: Program) -> None:
+def functionalize(gm: GraphModule, context: Context) -> None:
     """Replace in-place operations by pure ones, if no other node sees the memory that they write.
 
     An example is dropout's mask: it is drawn into an empty tensor and scaled in place. `recompute_activations` can
     recompute only pure values. Later `reinplace` writes in place again where that is free.
     """
-    gm = program.gm
     complete_values(gm.graph)
     root = roots(gm.graph)
     touched, changes = touches(gm.graph, root), written_memory(root)

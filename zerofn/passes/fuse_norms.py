@@ -6,27 +6,26 @@ import operator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions, roots, writes
 from ..graph.edit import behind, clean
 from ..graph.node_kinds import argument, arguments
-from ..graph.program import Program
 from ..ops.part_reductions import NORMS_AND_EXTREMES
+from ._context import Context
 
 ops = torch.ops.zerofn
 # A tensor, [start, stop) of its parts, and its last writer before the reduction.
 _Key = tuple[Node, tuple[tuple[int, int], ...], Node | None]
 
 
-def fuse_norms(program: Program) -> None:
+def fuse_norms(gm: GraphModule, context: Context) -> None:
     """Split reductions over many tensors into one for each tensor, right after the tensor is complete.
 
     This one reads the tensor once, for the norm and the finite check, while it is in the cache. The original place only
     combines the numbers. The values are the same, bit for bit. `raise_unscale` runs before, so gradients are complete
     early; `gradients_as_bucket_views` has made the writes that complete a bucket.
     """
-    gm = program.gm
     graph = gm.graph
     where, root = positions(graph), roots(graph)
     writer: dict[Node, Node] = {}  # memory -> its last writer

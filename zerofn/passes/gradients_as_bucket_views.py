@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_view, positions, sources
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_batched
-from ..graph.program import Program, tensor_of
+from ..graph.program import tensor_of
 from ..ops.registry import OUT_GRADIENT
+from ._context import Context
 
 ops = torch.ops.zerofn
 
 
-def gradients_as_bucket_views(program: Program) -> None:
+def gradients_as_bucket_views(gm: GraphModule, context: Context) -> None:
     """Let the operation that makes a leaf's gradient write into the unit's flat bucket, if it has an out= form.
 
     This saves the copy into the bucket. The bucket is made before those operations. Other leaves are still copied into
     it. The values are the same, bit for bit.
     """
-    gm = program.gm
     where = positions(gm.graph)
     for node in list(where):
         if node.target is ops.ravel.default and not is_batched(node):

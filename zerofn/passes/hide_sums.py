@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..cost.op_cost import flops
 from ..graph.alias import is_view, positions, writes
 from ..graph.edit import clean
 from ..graph.liveness import AGAIN
 from ..graph.node_kinds import arguments, is_start, start_of, wait_of
-from ..graph.program import Program
+from ._context import Context
 
 
-def hide_sums(program: Program) -> None:
+def hide_sums(gm: GraphModule, context: Context) -> None:
     """Move products that a transfer of values does not need from before its start to before its wait.
 
     Layers that are cut over ranks sum, exchange or gather values, and what follows needs them at once. In the backward
@@ -23,9 +23,9 @@ def hide_sums(program: Program) -> None:
 
     What the backward pass gathers again it has for long: such a gather starts as soon as the one before it is over.
     """
-    _start_again_early(program.gm.graph)
+    _start_again_early(gm.graph)
     window: list[Node] = []  # since the last transfer
-    nodes = [node for node in program.gm.graph.nodes if node.op == "call_function"]
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
     for k, node in enumerate(nodes):
         if not _is_of_values(node):
             window.append(node)
@@ -34,7 +34,7 @@ def hide_sums(program: Program) -> None:
         makes_sum = wait == [wait_of(node)] and then and _is_of_values(then[0]) and then[0] in wait[0].users
         _place(_not_needed(node, window), node, then[0] if makes_sum else None)
         window = []
-    clean(program.gm)
+    clean(gm)
 
 
 def _start_again_early(graph: Graph) -> None:

@@ -11,18 +11,18 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..cost.op_cost import UP, moved
-from ..cost.simulator import Lanes, lanes_of
+from ..cost.simulator import Lanes
 from ..dry_run.fake_machine import host
 from ..graph.alias import is_lent, positions, roots, touches, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import AGAIN, complete_values, memory_bytes
 from ..graph.node_kinds import is_start
 from ..graph.phase import BACKWARD, FORWARD, phase_of
-from ..graph.program import Program, tensor_of
-from .budget.decision import choice_of
+from ..graph.program import tensor_of
+from ._context import Context
 
 ops = torch.ops.zerofn
 UNDER_WAY = 2  # activations in transfer to the host at a time, and as many that are on the way back or not used yet
@@ -61,20 +61,19 @@ def _can_leave(node: Node) -> bool:
     return value is not None and value.dim() > 0 and 0 < value.nbytes == memory_bytes(value)
 
 
-def offload_activations(program: Program) -> None:
+def offload_activations(gm: GraphModule, context: Context) -> None:
     """Copy the chosen activations to host memory after their last forward use, and back before their backward use.
 
     At most `UNDER_WAY` copies to the host are in flight. Start each copy back just in time for its first use, and
     early enough for the copies behind it on the link. The memory search makes the choice. `recompute_activations` runs
     before: an activation that it recomputes has no backward use left.
     """
-    gm = program.gm
-    chosen = choice_of(gm).offloaded
+    chosen = context.choice.offloaded
     found = [x for x in stays(gm.graph) if x.memory.name in chosen] if chosen else []
     if not found:
         return
     complete_values(gm.graph)
-    places = _Places(gm.graph, lanes_of(gm))
+    places = _Places(gm.graph, context.lanes())
     begins = places.back(found)
     ends = places.left(found, begins)
     nodes, root = places.nodes, roots(gm.graph)

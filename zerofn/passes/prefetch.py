@@ -11,19 +11,19 @@ import numpy.typing as npt
 from torch.fx import Graph, GraphModule, Node
 
 from ..cost.op_cost import moved
-from ..cost.simulator import COMPUTE, lanes_of
+from ..cost.simulator import COMPUTE, Lanes
 from ..graph.alias import last_uses, positions, roots, written_before
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes
 from ..graph.node_kinds import casts, decodes, fetched, is_fetch, is_source, is_start, wait_of
-from ..graph.program import Program
-from .budget.decision import choice_of, order_of, set_order
+from ._context import Context
+from .budget.decision import set_order
 from .reshard import ALIVE
 
 UNDER_WAY = 2  # transfers on a link: one that runs, and one that follows without a gap
 
 
-def prefetch(program: Program) -> None:
+def prefetch(gm: GraphModule, context: Context) -> None:
     """Move every gather up to where a simulated run can start it, with the operations that prepare its shard.
 
     Transfers then overlap computation. The simulated run starts a gather when its link is free and at most `ALIVE`
@@ -31,15 +31,14 @@ def prefetch(program: Program) -> None:
     drive or the host is read earlier, as soon as that link is free.
 
     A gather never moves above its inputs or the gather ahead of it. Where ranks' batches have other sizes, runs
-    differ, and all take one rank's order of transfers, `order_of`. `sink_gathers` and `reshard` have left each gather
-    at its first use, which is its latest position.
+    differ, and all take one rank's order of transfers, `context.order`. `sink_gathers` and `reshard` have left each
+    gather at its first use, which is its latest position.
     """
-    gm = program.gm
-    names, sources, order = choice_of(gm).starts, sources_in(gm.graph), order_of(gm)
+    names, sources, order = context.choice.starts, sources_in(gm.graph), context.order
     if names is not None:
         starts = _chosen(gm.graph, names)
     else:
-        starts = early(gm, sources, few_alive(gm, sources)).starts if sources else {}
+        starts = early(gm, context.lanes(), sources, few_alive(gm, sources)).starts if sources else {}
     if order is not None:
         starts = _ordered(gm.graph, sources, starts, order)
     _move(gm.graph, sources, starts)
@@ -95,15 +94,15 @@ class Run(NamedTuple):
     seconds: float
 
 
-def early(gm: GraphModule, sources: Sequence[UnitSource], *bounds: Bound) -> Run:
-    """Simulate a run with gathers as early as possible.
+def early(gm: GraphModule, lanes: Lanes, sources: Sequence[UnitSource], *bounds: Bound) -> Run:
+    """Simulate a run on `lanes`, of which nothing has run, with gathers as early as possible.
 
     A gather starts when its input has been read; meanwhile the reads for the next gather go on. At most `UNDER_WAY`
     transfers are in flight on a link. Each of `bounds` counts memory with gathers at their first use; an earlier start
     may not raise it above its limit.
     """
     complete_values(gm.graph)
-    run, todo = _Early(gm), deque(sources)
+    run, todo = _Early(gm, lanes), deque(sources)
     bounds = tuple(Bound(level.copy(), limit) for level, limit in bounds)
     inside = _moving(sources)
     least = _least(todo, bounds)
@@ -124,8 +123,8 @@ def early(gm: GraphModule, sources: Sequence[UnitSource], *bounds: Bound) -> Run
 class _Early:
     """A run in progress, in which gathers and reads start."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.lanes, self.root = lanes_of(gm), roots(gm.graph)
+    def __init__(self, gm: GraphModule, lanes: Lanes) -> None:
+        self.lanes, self.root = lanes, roots(gm.graph)
         self.starts: dict[Node, int] = {}
         # link -> the times at which its transfers end
         self._ends: defaultdict[str, list[float]] = defaultdict(lambda: [0.0] * UNDER_WAY)

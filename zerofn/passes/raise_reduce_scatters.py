@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_view, positions
 from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import casts, is_gather, is_scatter, is_start, start_of, wait_of
-from ..graph.program import Program
+from ._context import Context
 
 IN_FLIGHT = 2  # reduce-scatters in flight: each holds a unit's whole gradient
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
 
-def raise_reduce_scatters(program: Program) -> None:
+def raise_reduce_scatters(gm: GraphModule, context: Context) -> None:
     """Move every reduce-scatter, with the copy into its bucket, up to where its last gradient is made.
 
     Its wait moves down to the first use, or to where the second reduce-scatter after it starts. The transfer then
@@ -25,7 +25,6 @@ def raise_reduce_scatters(program: Program) -> None:
     was reduced among some ranks is then reduced across the others, and gathered across them again: each of these
     transfers starts behind the wait for the one before, and is waited for as late.
     """
-    gm = program.gm
     graph = gm.graph
     first = [node for node in graph.nodes if node.target is ops.ravel.default or is_scatter(node)]
     across = [node for node in first if is_scatter(node) and _reduced_by(node) is not None]

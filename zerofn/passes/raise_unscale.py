@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import argument, casts, is_fetch, is_scatter
-from ..graph.program import Program, tensor_of
+from ..graph.program import tensor_of
+from ._context import Context
 
 ops = torch.ops.zerofn
 
 
-def raise_unscale(program: Program) -> None:
+def raise_unscale(gm: GraphModule, context: Context) -> None:
     """Move each product of a unit's gradient with a number up to where both are known, with what computes the number.
 
     The norm, and transfers to the host or a drive, can then start before the last gradient is made. A gradient that
     stays in memory keeps its narrower dtype until its update. `raise_reduce_scatters` has placed the waits after which
     the gradients are known.
     """
-    gm = program.gm
     goes = any(map(is_fetch, gm.graph.nodes))
     moved: dict[Node, None] = {}
     for node in gm.graph.nodes:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .._torch_compat import resolve_process_group
 from ..dry_run.fake_machine import fake_machine
 from ..graph.alias import is_given, roots, written_memory
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_gather, wait_of
-from ..graph.program import Program, tensor_of
+from ..graph.program import tensor_of
+from ._context import Context
 
 _slice = torch.ops.aten.slice.Tensor
 
 
-def read_local_shards(program: Program) -> None:
+def read_local_shards(gm: GraphModule, context: Context) -> None:
     """Read each leaf that is wholly in this rank's shard from the shard instead of the gathered unit.
 
     The gather then copies only the part of the shard that is needed by leaves which cross the shard's edges. It sends
@@ -26,7 +27,6 @@ def read_local_shards(program: Program) -> None:
     The resulting graph differs by rank. So the memory search skips this pass, and it runs after the passes that decide
     the order of transfers.
     """
-    gm = program.gm
     root = roots(gm.graph)
     written = written_memory(root)
     for start in filter(is_gather, gm.graph.nodes):

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean
 from ..graph.liveness import AGAIN
 from ..graph.phase import BACKWARD, FORWARD, phase_of
-from ..graph.program import Program
 from ..graph.segments import Segments, is_not_kept
-from .budget.decision import choice_of
+from ._context import Context
 
 
-def recompute_activations(program: Program) -> None:
+def recompute_activations(gm: GraphModule, context: Context) -> None:
     """Copy the forward operations of the chosen activations to their first use in the backward pass.
 
     The copies start from saved values, and the activations leave memory in between. Random operations depend on their
     key alone and draw the same numbers again. The memory search makes the choice. `functionalize` has made values pure
     where it could; only those can be chosen. What the step gathers and does not keep is always gathered again.
     """
-    gm = program.gm
-    dropped = choice_of(gm).dropped
+    dropped = context.choice.dropped
     if not dropped and not any(map(is_not_kept, gm.graph.nodes)):
         return
     segments = Segments(gm.graph)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
 from ..graph.alias import last_uses, positions, roots
 from ..graph.edit import clean
-from ..graph.program import Program, alike, tensor_of
+from ..graph.program import alike, tensor_of
 from ..ops.registry import OUT_ELEMENTWISE
+from ._context import Context
 
 SMALLEST = 1 << 12  # elements; below, new memory is in the cache anyway
 
 
-def reinplace(program: Program) -> None:
+def reinplace(gm: GraphModule, context: Context) -> None:
     """Let an elementwise operation write into an operand that no later node reads.
 
     That takes less memory, and the memory is already in the cache. The values are the same, bit for bit. The pass runs
     after those that move nodes of the forward and backward pass: a move could put a reader behind the write.
     """
-    gm = program.gm
     where, root = positions(gm.graph), roots(gm.graph)
     last = last_uses(gm.graph, where, root)
     moved: dict[Node, Node] = {}  # a node that made memory -> the memory that it uses now

@@ -5,27 +5,25 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, sink, weight_chain
 from ..graph.node_kinds import is_source, wait_of
-from ..graph.program import Program
-from .budget.decision import choice_of
+from ._context import Context
 
 ALIVE = 3  # gathered units at a time: one in use, and two in memory or in flight
 
 
-def reshard(program: Program) -> None:
+def reshard(gm: GraphModule, context: Context) -> None:
     """Gather a unit again after every gap between two uses in which `ALIVE` or more other units are used.
 
     The unit leaves memory during the gap. Forward and backward of a layer are then two regions of use; those of the
     last layers stay one. Cuts that the memory search has chosen replace this rule. `recompute_activations`
     runs before, because its copies in the backward pass use units, too.
     """
-    gm = program.gm
     graph = gm.graph
-    cuts, chain = choice_of(gm).cuts, weight_chain(graph)
+    cuts, chain = context.choice.cuts, weight_chain(graph)
     inside, where = set(chain), positions(graph)
     uses = uses_of_gathers(graph, chain, where)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)

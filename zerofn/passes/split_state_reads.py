@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from typing import cast
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean
 from ..graph.nested import calls, give
 from ..graph.node_kinds import UPDATE, decodes, fetched, in_place_of, is_fetch, lies_at, start_of, stores, wait_of
-from ..graph.program import Program
+from ._context import Context
 
 
-def split_state_reads(program: Program) -> None:
+def split_state_reads(gm: GraphModule, context: Context) -> None:
     """Read state on a drive once for the computation, and again for its update.
 
     The shard need not stay in memory in between. A body reads its inputs in every round. Reads for updates are
     marked `UPDATE`: `donate`, `raise_updates` and `schedule_state_reads` rely on the mark.
     """
-    gm = program.gm
     for node, call in calls(gm):
         for inside, given in call.given.items():
             if fetched(given):

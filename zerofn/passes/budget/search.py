@@ -135,7 +135,7 @@ class _Levels:
         if limit not in self._runs:
             sources, few = self._gathers
             whole = Bound(np.array(self.level, dtype=np.int64), limit)
-            self._runs[limit] = early(self.gm, sources, whole, few)
+            self._runs[limit] = early(self.gm, lanes_of(self.gm), sources, whole, few)
         return self._runs[limit]
 
     @functools.cached_property
