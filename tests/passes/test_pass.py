@@ -407,6 +407,8 @@ def test_what_a_pass_is():
         Pass(tanh_gelu, "loop")
     with pytest.raises(TypeError, match="fn must be a function of a program, not 3"):
         Pass(3)
+    with pytest.raises(TypeError, match="A function of two arguments gets a context, too: "):
+        Pass(lambda: None)
     for donating in (True, False):
         names = [each.name for each in standard(donating)]
         assert len(set(names)) == len(names) and ("donate" in names) == donating

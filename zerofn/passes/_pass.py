@@ -51,8 +51,11 @@ class Pass:
     carries_out: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise TypeError(f"Pass: fn must be a function of a program, not {self.fn!r}.")
+        if not callable(self.fn) or not (_takes(self.fn, 1) or _takes(self.fn, 2)):
+            raise TypeError(
+                f"Pass: fn must be a function of a program, not {self.fn!r}. A function of two arguments gets a "
+                "context, too: (program, context), or with scope='body' (gm, context)."
+            )
         if self.scope not in get_args(Scope):
             raise ValueError(f"Pass: scope={self.scope!r} is not known; there are 'step' and 'body'.")
         check_fields(self, "name", "searched", "required", "carries_out")
@@ -62,19 +65,20 @@ class Pass:
     def __call__(self, program: Program) -> list[Any]:
         """Apply the pass to every graph in its scope, and return what `fn` returned each time, which should be None."""
         step, *bodies = graphs_of(program.gm) if self.scope == "body" else [program.gm]
-        if _takes_one(self.fn):
+        if _takes(self.fn, 1):
             return [self.fn(program), *(self.fn(Body(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
         first = step if self.scope == "body" else program
         return [self.fn(first, context_of(step)), *(self.fn(gm, context_of(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
 
 
-def _takes_one(fn: Callable[..., Any]) -> bool:
+def _takes(fn: Callable[..., Any], num: int) -> bool:
+    """Return whether a function can be called with so many arguments; of one that does not say it, whether with one."""
     try:
-        inspect.signature(fn).bind(None)
+        inspect.signature(fn).bind(*[None] * num)
     except TypeError:
         return False
-    except ValueError:  # a builtin that tells no signature
-        return True
+    except ValueError:  # a builtin
+        return num == 1
     return True
 
 
