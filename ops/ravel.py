@@ -66,9 +66,9 @@ define(
 _MARKS = {
     "as_whole": Traits(OnShard.LEAVES),
     "as_shard": Traits(OnShard.MAKES),
-    "as_equal": Traits(OnShard.LEAVES, equal=True),
-    "as_slice": Traits(OnShard.LEAVES, own=True),
-    "as_part": Traits(OnShard.LEAVES, equal=True),
+    "as_equal": Traits(OnShard.LEAVES, replicated=True),
+    "as_slice": Traits(OnShard.LEAVES, rank_dependent=True),
+    "as_part": Traits(OnShard.LEAVES, replicated=True),
 }
 for _mark, _of_mark in _MARKS.items():
     define(

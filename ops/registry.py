@@ -61,9 +61,10 @@ class Traits:
     "gather in place", "exchange" or "permute", if it is one between ranks. `lends`: its result lies in an arena, which
     the next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes
     one. `stores`: "new" if it writes a new value over the old one, "in place" if it only writes out what was changed
-    there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value that came in. `even`: the
-    same number at every place. `equal`: the result is the same on all ranks of its axis. `own`: it differs from rank to
-    rank whatever came in. `cuts`: the result is this rank's shard of a value that must be equal on all ranks.
+    there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value that came in.
+    `constant_fill`: one number everywhere, as of `zeros`. `replicated`: the result is the same on all ranks of its
+    axis, as of an all-reduce. `rank_dependent`: it differs from rank to rank whatever came in, as of an own draw.
+    `cuts`: the result is this rank's shard of a value that must be equal on all ranks.
     `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
     `opaque`: it runs a function of the user's, which values that no step has computed may not suit. `flops(given,
     result)`: its multiplications and additions, of the arguments by name and the result; by default torch's flop
@@ -80,9 +81,9 @@ class Traits:
     stores: str = ""
     casts: bool = False
     passes_on: bool = False
-    even: bool = False
-    equal: bool = False
-    own: bool = False
+    constant_fill: bool = False
+    replicated: bool = False
+    rank_dependent: bool = False
     cuts: bool = False
     checks: bool = False
     free: bool = False
@@ -217,8 +218,10 @@ FILLS = (
 )  # write all of the first argument
 LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)  # constants into a trace
 _ATEN: dict[OpOverload, Traits] = {
-    **dict.fromkeys(_SHAPE_ONLY, Traits(OnShard.SHAPE, even=True)),
-    **dict.fromkeys((aten.zeros.default, aten.ones.default, aten.full.default), Traits(OnShard.REFUSED, even=True)),
+    **dict.fromkeys(_SHAPE_ONLY, Traits(OnShard.SHAPE, constant_fill=True)),
+    **dict.fromkeys(
+        (aten.zeros.default, aten.ones.default, aten.full.default), Traits(OnShard.REFUSED, constant_fill=True)
+    ),
     **dict.fromkeys((*_ELEMENTWISE, *SAME), Traits(OnShard.KEEPS)),
     aten._to_copy.default: Traits(OnShard.KEEPS, casts=True),
 }

@@ -45,7 +45,7 @@ define(
     "fill_runs(Tensor like, int[] starts, int[] stops, float[] values) -> Tensor",
     fill_runs,
     lambda like, *rest: like.new_empty(like.shape),
-    traits=Traits(OnShard.SHAPE, even=True),
+    traits=Traits(OnShard.SHAPE, constant_fill=True),
 )
 define(
     "scale_runs(Tensor x, int[] starts, int[] stops, int[] columns, Tensor factors) -> Tensor",

@@ -80,7 +80,7 @@ define(
     "check_same(Tensor(a) x, Tensor rows, str what, str axis) -> Tensor(a)",
     check_same,
     lambda x, rows, what, axis: x.view_as(x),
-    traits=Traits(OnShard.KEEPS, equal=True, checks=True),
+    traits=Traits(OnShard.KEEPS, replicated=True, checks=True),
 )
 # A check whose result nobody reads stays in a graph.
 torch.fx.node.has_side_effect(torch.ops.zerofn.check_same.default)

@@ -170,7 +170,11 @@ class _Differences:
         mesh, known = self._program.mesh, traits(node)
         if node.target is ops.wait.default:
             return frozenset(name for name, kind in KINDS.items() if kind.batch)
-        return axes_of_transfer(mesh, node) if mesh and (known.equal or known.collective == "scatter") else frozenset()
+        return (
+            axes_of_transfer(mesh, node)
+            if mesh and (known.replicated or known.collective == "scatter")
+            else frozenset()
+        )
 
     def _replicated(self) -> Iterator[str]:
         outputs: Any = self._program.output.args[0]

@@ -208,7 +208,7 @@ def _is_even(node: Node, even: set[Node]) -> bool:
     if value is not None and isinstance(value.numel(), int) and value.numel() == 1:
         return True
     preserves = node.target in (operator.getitem, *RESHAPES) or (not is_ours(node) and _is_elementwise(node))
-    return traits(node).even or (preserves and all(x in even for x in node.all_input_nodes))
+    return traits(node).constant_fill or (preserves and all(x in even for x in node.all_input_nodes))
 
 
 def _check_body(call: Call, shards: set[Node], names: dict[Node, str], sizes: set[int]) -> tuple[set[int], set[Node]]:

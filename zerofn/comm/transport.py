@@ -298,7 +298,7 @@ define(
         OnShard.LEAVES,
         Moves(Lane.LINK, lambda given, _: nbytes_on_wire(given["shard"], given["codec"]) * (given["size"] - 1)),
         "gather",
-        equal=True,
+        replicated=True,
     ),
 )
 define(
@@ -329,7 +329,7 @@ define(
         OnShard.REFUSED,
         Moves(Lane.LINK, lambda given, _: _to_others(given["rows"], given["size"])),
         "exchange",
-        own=True,
+        rank_dependent=True,
     ),
 )
 define(

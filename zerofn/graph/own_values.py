@@ -140,7 +140,7 @@ class _Follower:
         for node in graph.nodes:
             source = sources(node)
             known = traits(node)
-            anew = known.equal or known.own or known.on_shard is OnShard.MAKES
+            anew = known.replicated or known.rank_dependent or known.on_shard is OnShard.MAKES
             found[node] = found[source[0]] if source and not anew else node
             if source and not anew and node in self._apart:
                 found[node], viewed[node] = node, found[source[0]]
@@ -151,14 +151,14 @@ class _Follower:
         known, value = traits(node), tensor_of(node)
         if known.on_shard is OnShard.SHAPE or (value is not None and not value.numel()):
             return _NONE
-        if known.equal or known.collective == "scatter" or node.target is ops.as_shard.default:
+        if known.replicated or known.collective == "scatter" or node.target is ops.as_shard.default:
             axes = self._axes(node)
             left = frozenset((cause, axis) for cause, axis in read if axis not in axes)
             cut = known.collective == "scatter" and not argument(node, "unit")
             return left | self._caused(_WORDS["reduce_scatter"], axes) if cut else left
         if known.on_shard is OnShard.MAKES and not known.cuts:
             return _NONE
-        if known.own:
+        if known.rank_dependent:
             if node.target is ops.as_slice.default:
                 cause = SliceOf(str(argument(node, "axis")), str(argument(node, "of")))
                 return read | self._caused(cause, self._axes(node))

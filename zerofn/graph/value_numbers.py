@@ -78,7 +78,7 @@ class Numbers:
         known = traits(node)
         if known.cuts or node.target is ops.as_part.default:
             return number(name_of(node))  # each rank's own by right
-        if known.equal or known.collective == "scatter":
+        if known.replicated or known.collective == "scatter":
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
                 return number("transfer", self._transfers)

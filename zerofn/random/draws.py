@@ -118,7 +118,7 @@ define(  # the same, by a name that says that ranks get different keys
     "fold_in_rank(Tensor key, int rank, str axis='') -> Tensor",
     lambda key, rank, axis="": _run_fold_in(key, rank),
     lambda key, rank, axis="": _fake_fold_in(key, rank),
-    traits=Traits(OnShard.REFUSED, own=True),
+    traits=Traits(OnShard.REFUSED, rank_dependent=True),
 )
 
 
