@@ -112,7 +112,7 @@ def _functions(isa: str) -> dict[str, Callable[..., Any]]:
     return functions
 
 
-def _native(name: str) -> Callable[..., Any]:
+def _kernel(name: str) -> Callable[..., Any]:
     return _functions(isa())[name]
 
 
@@ -201,7 +201,7 @@ def update_(
     a = _tensors_of(rule, p, g, moments, factors)
     a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
     if runs:
-        update = _native("update")
+        update = _kernel("update")
         first = starts[0] // BLOCK * BLOCK
         size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
         _in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
@@ -254,7 +254,7 @@ def norm2_and_extreme(parts: Sequence[Tensor]) -> list[tuple[float, float]]:
         check_tensor("norm2_and_extreme: a part", x, GRADIENTS)
     if missing():
         return [reference.norm2_and_extreme(x) for x in parts]
-    function = _native("norm2_and_extreme")
+    function = _kernel("norm2_and_extreme")
     results = (ctypes.c_float * 2 * len(parts))()
 
     def one(i: int) -> None:
@@ -330,7 +330,7 @@ def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
     if num_bytes is None or num_bytes < 0:
         raise ValueError(f"checksum: num_bytes must say how many bytes there are, and {num_bytes} came.")
     address = memory.data_ptr() if isinstance(memory, Tensor) else memory
-    return reference.checksum(address, num_bytes) if missing() else _native("checksum")(address, num_bytes)
+    return reference.checksum(address, num_bytes) if missing() else _kernel("checksum")(address, num_bytes)
 
 
 # --- threads -----------------------------------------------------------------------------------
@@ -338,7 +338,7 @@ def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
 
 def _elementwise(name: str, size: int, *arrays: tuple[Tensor, float], last: int | None = None) -> None:
     """Call the library's `name` on blocks; an array is a tensor and its bytes an element."""
-    function, ends = _native(name), [] if last is None else [last]
+    function, ends = _kernel(name), [] if last is None else [last]
 
     def part(at: int, end: int) -> None:
         function(*(x.data_ptr() + int(at * width) for x, width in arrays), min(end, size) - at, *ends)
