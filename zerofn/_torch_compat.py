@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import SUPPORTED_NODES as torch_pytree_nodes
 from torch.utils._pytree import register_pytree_node as register_torch_pytree_node
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Capture: a function of tensors -> an FX graph of ATen calls; a loop's body is traced inside a trace.
 from torch._higher_order_ops.utils import reenter_make_fx as trace_inner

@@ -34,6 +34,20 @@ def branches(p, x):
     return torch.cond(x.sum() > 0, lambda y, w: (y @ w).sin(), lambda y, w: (y @ w.T).cos(), (x, p["w"])) + p["b"]
 
 
+def trees_of_branches(p, x):
+    def inner(given):
+        return torch.cond(given["x"].mean() > 0, lambda y: y * 2, lambda y: y.sin(), (given["x"],))
+
+    def one(w, given):
+        return {"y": (inner(given) @ w).sin(), "more": (given["x"].sum(0), given["x"] * 3)}
+
+    def other(w, given):
+        return {"y": given["x"] @ w, "more": (given["x"].mean(0), given["x"].cos())}
+
+    out = torch.cond(x.sum() > 0, one, other, (p["w"], {"x": x + p["b"]}))
+    return out["y"] + out["more"][0] + out["more"][1]
+
+
 def branches_that_write(p, x):
     given = x.clone()
     with torch.no_grad():
@@ -82,9 +96,14 @@ def step_of(model, n=1):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch asks, in plain `cond`
 @pytest.mark.parametrize(
     "model, n",
-    [(branches, 1), (branches_that_write, 2), (rounds, 2), (carried, 2), (attention, 1), (an_operation_that_writes, 2)],
+    [
+        *((model, n) for model in (branches, trees_of_branches) for n in (1, 2)),
+        *((model, 2) for model in (branches_that_write, rounds, carried, an_operation_that_writes)),
+        (attention, 1),
+    ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_operations_of_torch_with_graphs_are_those_of_plain_torch(model, n):
