@@ -13,6 +13,7 @@ import torch
 import tqdm
 
 import zerofn
+from tests.support.small_steps import captures_of
 from zerofn.capture.changing_constants import is_moving, position_of, unmoved, watching
 
 STATE, X = {"w": torch.ones(2)}, torch.ones(2)
@@ -131,7 +132,7 @@ def test_what_is_only_held_may_move_between_calls():
     for _ in range(3):
         assert torch.equal(call(STATE, X), 2 * X)
         of_numpy.uniform()
-    assert len(call._entries) == 1
+    assert len(captures_of(call)) == 1
 
 
 def test_what_the_step_makes_itself_may_move():

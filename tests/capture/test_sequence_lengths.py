@@ -71,7 +71,7 @@ def of_constants(net, params, batch):
 
 
 @pytest.mark.parametrize("loss", [of_a_list, of_constants])
-def test_other_ways_to_pack(loss):
+def test_captured_recurrent_networks_on_packed_sequences_are_eager_ones(loss):
     assert_captured_is_eager(*stepping(nn.GRU(4, 3), loss), [batch_of((5, 3, 1))])
 
 

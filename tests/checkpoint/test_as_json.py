@@ -18,7 +18,7 @@ VALUES = st.recursive(
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(VALUES)
-def test_what_comes_back(value):
+def test_values_come_back_as_they_were(value):
     assert as_json.loads(as_json.dumps(value, "state"), "it") == value
 
 
@@ -37,7 +37,7 @@ def test_arrays(x):
 
 
 @pytest.mark.parametrize("x", [{1}, object(), np.array(["a"]), print, 1 + 2j])
-def test_what_is_not_taken(x):
+def test_a_value_that_json_cannot_hold_is_named_with_its_place(x):
     with pytest.raises(TypeError, match=r"^state\['rng'\]\[1\] is a .*Let state_dict\(\) return such"):
         as_json.dumps({"rng": [1, x]}, "state")
 
@@ -45,6 +45,6 @@ def test_what_is_not_taken(x):
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"set": []}', '{"dict": [[1]]}', '{"bytes": "%"}', '{"tensor": ["F32", [2], "AAAA"]}']
 )
-def test_other_texts(text):
+def test_a_text_of_another_kind_cannot_be_read(text):
     with pytest.raises(CheckpointError, match="it cannot be read"):
         as_json.loads(text, "it")

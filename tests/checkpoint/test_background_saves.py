@@ -58,7 +58,7 @@ CASES += [(3, "host, parameters", None), (3, "drive", None)]
 
 @pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size, case", [(n, k) for k in range(len(CASES)) for n in (1 + k % 3, 1 + (k + 1) % 3)])
-def test_the_state_as_it_was(ranks, tmp_path, size, case):
+def test_a_background_save_has_the_state_as_it_was(ranks, tmp_path, size, case):
     stage, tier, precision = CASES[case]
     assert all(ranks(size, trained_meanwhile, tmp_path, stage, tier, precision))
 

@@ -56,7 +56,7 @@ SIZES = [[], [0], [1], [PAGE], [PIECE], [PIECE - 1, 3], [5, PIECE * 6, 1, 0, PIE
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_what_was_written(tmp_path, how, sizes):
+def test_a_file_holds_what_was_written(tmp_path, how, sizes):
     head, parts = random.Random(9).randbytes(2 * PAGE), drawn(sizes)
     write(tmp_path / "a", head, parts)
     assert (tmp_path / "a").read_bytes() == head + b"".join(parts)
@@ -91,7 +91,7 @@ def umask():
     return now
 
 
-def test_what_is_read(tmp_path, how):
+def test_blocks_are_read_as_they_are_in_any_order(tmp_path, how):
     """In order, with some left out, and backwards; the end of a file is where it is."""
     data = random.Random(0).randbytes(7 * PIECE + 123)
     (tmp_path / "a").write_bytes(data)

@@ -153,7 +153,7 @@ def test_slices_are_written_without_padding_and_without_repeats(saved):
     assert set(sizes.values()) == {sum(x.nbytes for x in state)}
 
 
-def test_they_are_read_by_one_process(saved, tmp_path):
+def test_checkpoints_of_meshes_are_compared_and_exported_by_one_process(saved, tmp_path):
     whole = plain(7)
     assert not list(differences(saved / "t3", saved / "d2t2")) and not list(differences(saved / "d2", saved / "t4"))
     (file,) = zerofn.export(saved / "t4", tmp_path / "weights.safetensors")

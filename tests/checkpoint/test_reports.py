@@ -96,7 +96,7 @@ def test_convert(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("command", [["inspect"], ["diff", "b"], ["convert", "b"]])
-def test_what_is_not_there(tmp_path, capsys, command):
+def test_commands_say_that_a_path_is_not_there(tmp_path, capsys, command):
     assert main([command[0], str(tmp_path / "a"), *(str(tmp_path / x) for x in command[1:])]) == 1
     assert f"zerofn {command[0]}: {tmp_path / 'a'} is not there" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "a")]) == 1

@@ -166,6 +166,6 @@ def test_axes_of_one_rank_belong_to_every_group_that_they_were_asked_for_with():
     ({"data": "3"}, None, "Mesh.planned: data='3' is no size"),
     ({}, None, "Mesh.planned: no axis is given"),
 ])  # fmt: skip
-def test_what_cannot_be_planned(sizes, num_ranks, said):
+def test_sizes_that_make_no_mesh_are_sentences(sizes, num_ranks, said):
     with pytest.raises((TypeError, ValueError), match=said):
         Mesh.planned(sizes, num_ranks)

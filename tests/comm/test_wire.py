@@ -102,7 +102,7 @@ def test_a_coded_transfer_is_one_start_and_one_wait():
         ({}, None),
     ],
 )
-def test_where_it_may_be_written(given, sent):
+def test_the_wire_is_an_option_of_shard_and_of_precision(given, sent):
     state = zerofn.shard({"params": {"w": torch.ones(3)}}, **given)
     assert state["params"].spec.precision.wire == sent
 

@@ -7,7 +7,7 @@ from torch.func import functional_call
 import zerofn
 from tests.support.captured_steps import TX, rank, tiny_gpt2
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captures_of, loss_of, state_of, train_step_of
 from zerofn import tree
 
 
@@ -40,7 +40,7 @@ def evaluations(stage, precision):
             first = full[state.params.spec.bounds(unit)[0] :].data_ptr()
             assert (shard.data_ptr() == first) == (shard.dtype == full.dtype)
     assert_same_trees(state, other, f"{stage=}, {precision=}")
-    return [len(step._entries) for step in (of_state, of_params, of_pair, train)]
+    return [len(captures_of(step)) for step in (of_state, of_params, of_pair, train)]
 
 
 @pytest.mark.part(stage=[1], precision=["bf16"])
@@ -83,4 +83,4 @@ def test_generating_from_a_state():
         expected = torch.tensor([[1, 2, 3, 4]])
         for _ in range(3):
             expected = torch.cat([expected, module(input_ids=expected).logits[:, -1].argmax(-1, True)], 1)
-    assert torch.equal(ids, expected) and len(step._entries) == 3
+    assert torch.equal(ids, expected) and len(captures_of(step)) == 3

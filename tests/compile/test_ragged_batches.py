@@ -9,7 +9,7 @@ import torch
 
 import zerofn
 from tests.support.captured_steps import TX, masked_batch, masked_step, rank
-from tests.support.small_steps import batch_of, build, loss_of, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captures_of, loss_of, state_of, train_step_of
 
 MODULE = build(3)
 
@@ -54,7 +54,7 @@ def other_sizes(name):
     step, state = zerofn.compile(train_step_of(module), **OPTIONS[name]), state_of(module, name if name == 0 else 3, TX)
     for k, rows in enumerate(SIZES[rank()]):
         state, _ = step(state, batch_of(rank(), rows=rows, seed=k))
-    assert len(step._entries) == len(set(SIZES[rank()]))
+    assert len(captures_of(step)) == len(set(SIZES[rank()]))
     return zerofn.unshard(state.params)
 
 

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, batch_of, build, state_of, step_with, train_step_of
+from tests.support.small_steps import WIDTH, batch_of, build, captures_of, state_of, step_with, train_step_of
 from tests.test_tree import Shown
 from zerofn import optim
 from zerofn.util.sizes import time_in_words
@@ -53,7 +53,7 @@ def test_numbers_of_another_type_are_another_signature():
     for by in (1, 1.0, True, 1):
         found, expected = call({"params": torch.ones(2)}, {"x": x, "by": by}), x * by
         assert found.dtype == expected.dtype and torch.equal(found, expected)
-    assert len(call._entries) == 3
+    assert len(captures_of(call)) == 3
 
 
 def test_a_transposed_batch_of_the_same_shape_is_another_signature():
@@ -61,7 +61,7 @@ def test_a_transposed_batch_of_the_same_shape_is_another_signature():
     rows, columns = batch_of()["x"], batch_of()["x"].view(WIDTH, 4).t()
     for x in (rows, columns, rows):
         assert torch.equal(call({"params": torch.ones(2)}, {"x": x}), x.reshape(-1) * 2)
-    assert len(call._entries) == 2
+    assert len(captures_of(call)) == 2
 
 
 def test_evaluation_and_constants_are_named_in_the_log(caplog):
@@ -82,7 +82,7 @@ def test_numbers_in_a_state_grow_without_a_new_capture():
     for _ in range(3):
         state, _ = call(state, batch_of())
     assert state["seen"].item() == 12 and state["rate"].item() == 0.125 and state["rate"].dtype == torch.float64
-    assert state["flag"].item() is True and state["none"] is None and len(call._entries) == 1
+    assert state["flag"].item() is True and state["none"] is None and len(captures_of(call)) == 1
 
 
 def total_of(shape, stage, **options):
@@ -150,7 +150,7 @@ def test_the_shapes_used_last_are_kept(monkeypatch):
 
     def use(n):
         assert torch.equal(step(torch.ones(2), torch.ones(n)), torch.full((2,), float(n)))
-        entries.setdefault(n, weakref.ref(list(step._entries.values())[-1]))
+        entries.setdefault(n, weakref.ref(captures_of(step)[-1]))
 
     def dropped():
         gc.collect()
@@ -161,7 +161,7 @@ def test_the_shapes_used_last_are_kept(monkeypatch):
     assert dropped() == {2}  # unused the longest
     use(2)
     use(1)
-    assert dropped() == {2, 3} and len(step._entries) == 3
+    assert dropped() == {2, 3} and len(captures_of(step)) == 3
 
 
 class Pair:
@@ -230,7 +230,7 @@ def test_an_object_that_is_registered_is_read_anew_at_each_step(node):
     for k in (1.0, 2.0, 5.0):
         state, loss = step(state, node(torch.ones(2, 4), torch.full((2, 1), k)))
         found.append(loss.item())
-    assert found == [1.0, 4.0, 25.0] and len(step._entries) == 1
+    assert found == [1.0, 4.0, 25.0] and len(captures_of(step)) == 1
 
 
 @dataclasses.dataclass
@@ -326,7 +326,7 @@ def test_sparse_matrices_give_the_bits_of_plain_torch(form, where):
         _, (loss, grad) = run(state, given)
         assert torch.equal(loss, expected.detach())
         assert torch.equal(grad, leaf.grad)
-    assert len(run._entries) == 1
+    assert len(captures_of(run)) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS")
@@ -375,7 +375,7 @@ def test_a_step_sees_the_order_of_a_dict_as_it_is_given(make):
         for each in (state, other):
             batch = make(pairs)
             assert step(each, batch) == first_entry(each, batch)
-    assert len(step._entries) == 4
+    assert len(captures_of(step)) == 4
 
 
 def test_what_a_mapping_computes_is_computed_once():
@@ -386,7 +386,7 @@ def test_what_a_mapping_computes_is_computed_once():
     for scale in (3.0, 5.0):
         batch = Shown({"x": torch.arange(2.0)}, scale)
         assert torch.equal(run(state, batch), step(state, batch))
-    assert len(run._entries) == 2
+    assert len(captures_of(run)) == 2
     batch.kept["loader"] = object()
     with pytest.raises(TypeError, match="batch entry 'kept.loader' is a object"):
         run(state, batch)
@@ -401,7 +401,7 @@ def test_numbers_that_are_equal_and_differ_are_captured_apart_and_nan_once():
     for n in (0.0, -0.0, 0.0, float("nan"), float("nan"), -0.0):
         batch = {"x": torch.ones(2), "n": n}
         assert torch.equal(step(state, batch), of_number(state, batch))
-    assert len(step._entries) == 3
+    assert len(captures_of(step)) == 3
 
 
 def test_conjugate_and_negative_views_are_numbers_like_others():
@@ -434,4 +434,4 @@ def test_a_step_sees_whether_a_tensor_of_the_batch_requires_a_gradient_and_its_a
     scaled.scale = 3.0
     for x in (torch.ones(2), torch.ones(2, requires_grad=True), scaled, torch.ones(2)):
         assert torch.equal(run(state, x), step(state, x))
-    assert len(run._entries) == 3
+    assert len(captures_of(run)) == 3

@@ -417,7 +417,7 @@ def test_a_module_is_no_leaf() -> None:
         record(lambda: [nn.Linear(2, 2)])
 
 
-def test_runs_once() -> None:
+def test_a_recording_runs_once() -> None:
     replay = record(lambda: [torch.ones(2)])
     assert len(list(replay.run())) == 1
     with pytest.raises(RuntimeError, match="record it again"):

@@ -61,7 +61,7 @@ def several(*cases):
 
 
 @pytest.mark.whole
-def test_on_two_ranks_too(ranks):
+def test_steps_on_two_ranks_reserve_little_more_than_planned(ranks):
     for each in ranks(2, several, *CASES[::2]):
         for plan, found in each:
             assert_little_more(plan, found)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationW
 
 @pytest.mark.whole
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_it_runs(name, tmp_path, monkeypatch):
+def test_a_notebook_runs_and_shows_figures(name, tmp_path, monkeypatch):
     monkeypatch.delenv("MPLBACKEND", raising=False)  # figures are shown, as in a notebook
     book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in book.cells), "clear the outputs; the site has them"

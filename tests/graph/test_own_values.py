@@ -89,7 +89,7 @@ def test_a_ranks_own_value_may_not_meet_a_shard(name, stage):
 @each_stage
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_equal_everywhere_may(name, world, stage):
+def test_values_that_are_equal_on_all_ranks_may_meet_the_state(name, world, stage):
     with fake_ranks(world):
         program = capture(step_with(ALLOWED[name]), state_of(MODULE, stage), batch_of(rows=6))
         check_purity(program)

@@ -88,7 +88,7 @@ def test_others_are_told_apart_elsewhere(x):
     assert told_by_value(x) is None
 
 
-def test_how_they_are_called():
+def test_enum_members_and_numbers_of_a_subclass_are_told_by_name():
     assert told_by_value(Colour.RED)[2] == "Colour.RED" and told_by_value(Metres(2))[2] == "Metres(2.0)"
 
 

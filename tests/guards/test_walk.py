@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import step_with
+from tests.support.small_steps import captures_of, step_with
 from zerofn import optim
 from zerofn.guards.walk import Walk
 from zerofn.runtime import guarded_captures as guards
@@ -34,11 +34,6 @@ def cell(code, **names):
 
 def run(space, code):
     exec(compile(textwrap.dedent(code), "<cell>", "exec"), space)
-
-
-def captures(step):
-    """How many are kept."""
-    return len(step._entries)
 
 
 def captured_now(caplog):
@@ -748,7 +743,7 @@ def test_nothing_changes_with_what_is_equal():
     for _ in range(3):
         notebook.space["again"]()
         assert torch.equal(call(STATE, X), first)
-    assert captures(call) == 1
+    assert len(captures_of(call)) == 1
 
 
 def test_going_back_finds_the_earlier_capture():
@@ -765,7 +760,7 @@ def test_going_back_finds_the_earlier_capture():
     for k in range(6):
         module.train(k % 2 == 0)
         assert torch.equal(call(params, X), step(params, X))
-        made.append(captures(call))
+        made.append(len(captures_of(call)))
     assert made == [1, 2, 2, 2, 2, 2]
 
 
@@ -775,7 +770,7 @@ def test_few_captures_are_kept():
     for k in range(7):
         notebook.space["a"] = float(k)
         assert torch.equal(call(STATE, X), X * k)
-    assert captures(call) == KEPT
+    assert len(captures_of(call)) == KEPT
 
 
 WRITTEN = {
@@ -808,7 +803,7 @@ def test_what_the_step_itself_writes_is_said_once(name, caplog):
         for rows in (1, 1, 2, 2, 1, 3):
             notebook.space["step"](STATE, X)  # as an evaluation without capture would
             assert torch.equal(call(STATE, X.repeat(rows)), X.repeat(rows) * 2)
-    assert captures(call) == 3
+    assert len(captures_of(call)) == 3
     said = [r.getMessage() for r in caplog.records if "writes" in r.getMessage()]
     assert f"step: writes {place}" in said[0]
     assert sum(place in message for message in said) == 1
@@ -850,7 +845,7 @@ def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again
     def step(s, x): return x * sched.get_last_lr()[0]
     """
     call, said = run_logged(code, ["opt.step(); sched.step()"] * 8, caplog)
-    assert captures(call) == 3  # rates 1, 1/2 and 1/4
+    assert len(captures_of(call)) == 3  # rates 1, 1/2 and 1/4
     assert sum("sched.last_epoch" in x and "the graph is the same: not looked at again" in x for x in said) == 1
 
 
@@ -864,10 +859,10 @@ def test_what_is_not_followed_is_told_once_and_followed_where_it_is_watched(capl
     assert sum("global outer.data['inner'] holds is frozen at capture" in x for x in said) == 1
     change = ["outer['inner']['a'] = 3.0"]
     call, said = run_logged(code, change, caplog, watch=lambda space: [space["outer"]])
-    assert captures(call) == 2 and "watch[0].data['inner'].data['a'] 2.0 -> 3.0" in said[-1]
+    assert len(captures_of(call)) == 2 and "watch[0].data['inner'].data['a'] 2.0 -> 3.0" in said[-1]
     watched = lambda space: [lambda: space["outer"]["inner"]["a"]]  # noqa: E731
     call, said = run_logged(code, ["pass", *change], caplog, watch=watched)
-    assert captures(call) == 2 and "watch[0] 2.0 -> 3.0" in said[-1]
+    assert len(captures_of(call)) == 2 and "watch[0] 2.0 -> 3.0" in said[-1]
 
 
 HIDDEN = "\nhidden = np.frompyfunc(lambda k: z(), 1, 1)  # a function in C, whose object shows nothing\n"
@@ -893,7 +888,7 @@ def test_all_of_what_is_watched_is_followed(name, caplog):
     first, change = WATCHED[name]
     code = f"{first}{HIDDEN}def step(s, x): return x * hidden(1)"
     call, _ = run_logged(code, ["pass", change], caplog, watch=lambda space: [space["obj"]])
-    assert captures(call) == 2
+    assert len(captures_of(call)) == 2
 
 
 def test_what_is_not_what_its_class_says_is_told_and_not_followed(caplog):
@@ -905,7 +900,7 @@ def test_what_is_not_what_its_class_says_is_told_and_not_followed(caplog):
     def step(s, x): return x * lie.a
     """
     call, said = run_logged(code, ["pass"], caplog)
-    assert captures(call) == 1 and any("global lie holds is frozen at capture" in x for x in said)
+    assert len(captures_of(call)) == 1 and any("global lie holds is frozen at capture" in x for x in said)
 
 
 def test_a_module_that_the_step_imports_first_is_followed(caplog, monkeypatch, tmp_path):
@@ -942,7 +937,7 @@ def alone_on_one_rank():
         if zerofn.rank() == 0:
             opt.step()
             sched.step()
-    return losses, captures(call)
+    return losses, len(captures_of(call))
 
 
 def test_a_librarys_object_may_change_on_one_rank_alone(ranks):
@@ -1008,7 +1003,7 @@ def test_a_schedule_of_the_optimizer_is_followed():
         state, plain = call(state, X)[0], step(plain, X)[0]
         assert float(state.learning_rate) == rate
         assert_same_trees(state.params, plain.params)
-    assert captures(call) == 3
+    assert len(captures_of(call)) == 3
 
 
 @pytest.fixture
@@ -1038,12 +1033,12 @@ def test_settings_of_torch_that_choose_operations_are_guarded(torchs_settings):
     for change in changes:
         change()
         assert_same_trees(call(STATE, q), step(STATE, q))
-        made.append(captures(call))
+        made.append(len(captures_of(call)))
     with torch.autocast("cpu"):
         found = call(STATE, q)
         assert found[0].dtype == torch.bfloat16
         assert_same_trees(found, step(STATE, q))
-    assert made == [1, 2, 2, 3, 3] and captures(call) == 4
+    assert made == [1, 2, 2, 3, 3] and len(captures_of(call)) == 4
 
 
 def test_a_model_of_transformers_is_captured_once_for_each_mode(caplog):

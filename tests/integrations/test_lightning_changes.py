@@ -162,7 +162,7 @@ CHANGES = [
 
 @pytest.mark.part(make=[Unfreezes, Finetunes, Averages, AveragesEarly, Cycles, Decays])
 @pytest.mark.parametrize("make", CHANGES, ids=lambda x: x.__name__)
-def test_it_is_lightnings(make):
+def test_a_module_that_changes_while_it_trains_trains_as_under_lightning(make):
     (theirs, wanted), (ours, found) = trained(make), trained(make, ZeroFnStrategy(stage=3))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

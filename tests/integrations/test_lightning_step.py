@@ -132,7 +132,7 @@ def run(make, strategy="auto", devices=1):
 
 
 @pytest.mark.parametrize("make", [Keeps, Logs, Measures], ids=lambda x: x.__name__)
-def test_it_is_lightnings(make, capsys):
+def test_a_captured_training_step_trains_and_logs_as_lightnings(make, capsys):
     theirs, wanted = run(make)
     printed = capsys.readouterr().out
     ours, found = run(make, ZeroFnStrategy())

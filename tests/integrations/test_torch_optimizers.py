@@ -37,7 +37,7 @@ def follow(theirs, plain, tx, first, atol):
 
 
 @pytest.mark.parametrize("name, options", CASES)
-def test_it_is_torchs(name, options):
+def test_updates_of_torchs_optimizers_and_groups_are_torchs(name, options):
     draw = torch.Generator().manual_seed(0)
     first = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
     plain = {k: x.clone().requires_grad_() for k, x in first.items()}

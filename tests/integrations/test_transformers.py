@@ -10,6 +10,7 @@ import transformers
 import zerofn
 import zerofn.integrations.transformers
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import captures_of
 from zerofn.integrations.modules import call_with
 from zerofn.integrations.transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from zerofn.integrations.transformers.steps import Microbatch, stack
@@ -450,7 +451,7 @@ def ragged_on_ranks(folder, rank_rows, steps):
     trainer = Trainer(build(), args, train_dataset=data, eval_dataset=data[:8], data_collator=padded)
     trainer.add_callback(SavesAlone(trainer))
     trainer.train()
-    assert len(trainer._step._entries) <= 2  # of two lengths: neither saves nor what they write to the config count
+    assert len(captures_of(trainer._step)) <= 2  # of two lengths: neither saves nor what they write to the config count
     found = trainer.predict(data[:8])
     return losses(trainer), found.metrics["test_loss"], found.predictions
 
@@ -559,7 +560,7 @@ def test_a_state_on_drives_trains_and_evaluates(tmp_path):
         ({"gradient_checkpointing": True, "stage": 1}, 1, "full"),
     ],
 )
-def test_other_words_for_the_same(tmp_path, given, stage, remat):
+def test_transformers_own_words_choose_the_stage_and_recomputation(tmp_path, given, stage, remat):
     args = TrainingArguments(**options(tmp_path, **given))
     assert args.shard_options["stage"] == stage and args.compile_options.get("remat") == remat
 
@@ -578,7 +579,7 @@ def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):
         ours(tmp_path, given, eval_dataset=rows(4))
 
 
-def test_other_mistakes(tmp_path):
+def test_mistakes_of_trainer_are_sentences(tmp_path):
     with pytest.raises(TypeError, match="import TrainingArguments from zerofn"):
         Trainer(build(), transformers.TrainingArguments(**options(tmp_path)))
     with pytest.raises(ValueError, match="import Trainer from zerofn"):

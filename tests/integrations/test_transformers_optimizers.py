@@ -198,7 +198,7 @@ class WithCallback(ours.Trainer):
         (UsedOptimizer, "UsedOptimizer.create_optimizer: the optimizer has a state of 20 parameters"),
     ],
 )
-def test_what_cannot_count_is_refused(tmp_path, kind, sentence):
+def test_steps_that_do_not_count_are_refused(tmp_path, kind, sentence):
     trainer = kind(build(), ours.TrainingArguments(**options(tmp_path)), train_dataset=rows())
     with pytest.raises(ValueError, match=sentence):
         trainer.train()

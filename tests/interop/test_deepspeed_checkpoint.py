@@ -77,7 +77,7 @@ def test_moments_by_number_need_one_group(tmp_path):
 
 @pytest.mark.part(world=[3])
 @pytest.mark.parametrize("world", [2, 3])
-def test_other_ranks_and_stages(ranks, tmp_path, world):
+def test_deepspeeds_checkpoints_load_at_other_ranks_and_stages(ranks, tmp_path, world):
     for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3), ("stage2-bf16", 0)):
         ranks(world, check, unpacked(name, tmp_path / name), name, stage)
 

@@ -64,7 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "params", "make"), CASES, ids=lambda x: str(x) if isinstance(x, str | dict) else "")
-def test_they_are_torchs(kind, params, make):
+def test_deepspeeds_optimizers_are_torchs(kind, params, make):
     torch.testing.assert_close(trained(of(kind, **params)), torchs(make), rtol=1e-12, atol=1e-12)
 
 

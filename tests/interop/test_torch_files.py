@@ -49,7 +49,7 @@ def test_records_that_are_larger_than_their_file():
 
 
 @pytest.mark.parametrize("data", [b"", b"x" * 50, b"\x80\x02}q\x00.", saved({"w": torch.ones(5)})[:-30]])
-def test_what_is_no_archive(data):
+def test_bytes_that_are_no_archive_are_refused(data):
     with pytest.raises(zerofn.CheckpointError, match="a file is damaged, or no file of torch.save"):
         check_size(io.BytesIO(data), len(data), "a file")
 

@@ -183,7 +183,7 @@ def waiting_aloud():
     return said.getvalue()
 
 
-def test_who_waits_says_for_whom(ranks):
+def test_a_rank_that_waits_says_for_which(ranks):
     said, nothing = ranks(2, waiting_aloud)
     ranks.stop()
     assert "zerofn.save: waited" in said and "for rank 1, which is at zerofn.save." in said, said

@@ -57,7 +57,7 @@ def test_after_an_attempt_in_which_a_rank_ended_before_it_came(died):
     attempt(store, 2)
 
 
-def test_who_is_waited_for_is_said(monkeypatch, caplog):
+def test_ranks_that_have_not_come_are_named(monkeypatch, caplog):
     monkeypatch.setattr(arrivals, "FIRST_WORD", 0.02)
     monkeypatch.setattr(arrivals, "NEXT_WORD", 0.02)
     monkeypatch.setattr(arrivals, "PATIENCE", 0.2)

@@ -15,6 +15,7 @@ from tests.support.small_steps import (
     Normed,
     batch_of,
     build,
+    captures_of,
     fake_ranks,
     loss_of,
     scheduled,
@@ -153,7 +154,7 @@ def test_steps_share_the_memory_that_drives_read_to_and_the_places_where_gradien
     for step in steps:
         for few in (batch, {k: x[:3] for k, x in batch.items()}):
             state, _ = step(state, few)
-    made = [entry.buffers for step in steps for entry in step._entries.values()]
+    made = [entry.buffers for step in steps for entry in captures_of(step)]
     assert len(made) == 4
     assert len({id(x.regions) for x in made}) == 1 and len(made[0].regions)
     drives = [x for x in made[0].arenas if x.device is None]

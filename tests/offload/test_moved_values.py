@@ -78,7 +78,7 @@ def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_
 
 @pytest.mark.part(change=[kept])
 @pytest.mark.parametrize("change", [kept, again])
-def test_on_two_ranks_too(ranks, tmp_path, change):
+def test_moved_values_on_two_ranks_have_the_bits_of_memory(ranks, tmp_path, change):
     ranks(2, the_bits_of_memory, tmp_path, change, "ignore", "bf16")
 
 

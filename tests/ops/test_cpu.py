@@ -134,7 +134,7 @@ def test_adamw_is_the_papers_in_float64(moment, tolerance):
 
 @pytest.mark.parametrize("moment", cases.MOMENTS)
 @pytest.mark.parametrize("master", cases.MASTERS)
-def test_what_is_in_no_run_stays(master, moment):
+def test_elements_outside_of_all_runs_stay(master, moment):
     case = cases.shard("adamw", master, moment, torch.float32)
     p, g, moments = cases.copies(*case)
     outside = torch.ones(SIZE, dtype=torch.bool)

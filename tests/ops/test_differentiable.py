@@ -174,7 +174,7 @@ def test_its_result_may_be_computed_again_or_wait_on_the_host(monkeypatch, how):
     assert len(again if how == "computed again" else back) >= LAYERS
 
 
-def test_plans_count_what_it_says():
+def test_plans_count_the_flops_and_bytes_that_an_operation_declares():
     plan, _ = trained(0)
     forward, backward = nodes_of(plan)
     assert [flops(n) for n in forward] == [5 * 8 * WIDTH] * LAYERS

@@ -126,7 +126,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_they_are_those_of_optax(name):
+def test_masked_transformations_are_those_of_optax(name):
     other = OTHERS[name]
     with jax.enable_x64(True):
         values = {k: np.asarray(v) for k, v in trees.params().items()}

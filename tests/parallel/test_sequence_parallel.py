@@ -128,7 +128,7 @@ VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequen
         (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "0.attn.o is neither cut by columns with a cut"),
     ],
 )
-def test_what_is_no_part_is_refused(ranks, plan, tokens, message):
+def test_tensors_that_are_no_parts_of_a_sequence_are_refused(ranks, plan, tokens, message):
     for said in ranks(2, refusal, plan, tokens):
         assert message in said
 

@@ -45,7 +45,7 @@ def test_generators_are_left_as_they_are():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_has_no_twin_says_why():
+def test_a_model_without_a_small_twin_says_why():
     with pytest.raises(NoTwin, match="no model of transformers"):
         small_twin(nn.Linear(2, 2), 2)
     model = large(transformers.BertForMaskedLM, transformers.BertConfig())

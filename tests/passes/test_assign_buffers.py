@@ -14,6 +14,7 @@ from tests.support.small_steps import (
     adapted_loss_of,
     batch_of,
     build,
+    captures_of,
     fake_ranks,
     scheduled,
     state_of,
@@ -194,7 +195,7 @@ def shared():
             state, aux = step(state, batch_of(dist.get_rank()))
             steps[k] = state, step
             losses.append(aux["loss"])
-    entries = [entry for _, step in steps for entry in step._entries.values()]
+    entries = [entry for _, step in steps for entry in captures_of(step)]
     memory = {arena._memory.data_ptr() for entry in entries for arena in entry.buffers.arenas}
     return len(entries), len(memory), bool(losses[0] > losses[2]), bool(losses[1] > losses[3])
 
@@ -209,7 +210,7 @@ def beside_a_larger_one(budget):
     state, bound = state_of(module, 3, precision="bf16"), zerofn.compile(train_step_of(module), memory=budget)
     reserved = bound.lower(state, batch).memory().static_buffers
     state, _ = bound(state, batch)
-    (arena,) = {arena for entry in bound._entries.values() for arena in entry.buffers.arenas}
+    (arena,) = {arena for entry in captures_of(bound) for arena in entry.buffers.arenas}
     zerofn.compile(train_step_of(module), memory=budget)(state_of(module, 3), batch)  # its units take twice as much
     before = arena.nbytes
     bound(state, batch)
@@ -242,7 +243,7 @@ def within_budgets():
     return found
 
 
-def test_budgets_leave_room_for_them(ranks):
+def test_budgets_leave_room_for_static_buffers(ranks):
     for found in ranks(2, within_budgets):
         assert all(peak <= budget and reserved > 0 for budget, peak, reserved in found), found
 

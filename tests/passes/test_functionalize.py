@@ -57,7 +57,7 @@ def program_of(loss):
         lambda x, w: ((x * 1).pow_(2) * w).sum(),
     ],
 )
-def test_what_is_pure_after_all(loss):
+def test_writes_into_a_steps_own_tensors_are_made_pure(loss):
     before, after = program_of(loss)
     assert written(before) and not written(after)
 

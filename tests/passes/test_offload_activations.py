@@ -14,7 +14,17 @@ from torch.func import functional_call
 import zerofn
 from tests.support import tiny_models
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, batch_of, build, state_of, step_with, train_step_of, trained, unit_of
+from tests.support.small_steps import (
+    WIDTH,
+    batch_of,
+    build,
+    state_of,
+    step_with,
+    take_seconds,
+    train_step_of,
+    trained,
+    unit_of,
+)
 from zerofn import optim, passes, tree
 from zerofn.capture.checked_capture import captured
 from zerofn.comm import transport
@@ -95,7 +105,7 @@ def moves(gm):
 
 @pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_what_is_away_takes_nothing(num_microbatches):
+def test_activations_on_the_host_take_no_device_memory(num_microbatches):
     plain, _ = planned(keep, num_microbatches)
     plan, choices = planned(all_away, num_microbatches)
     nbytes = sum(len(choice.offloaded) for choice in choices) * ACTIVATION
@@ -135,7 +145,7 @@ def test_transfers_are_ahead_of_their_use_but_no_more_than_two_at_a_time():
 
 
 def test_where_computing_takes_long_nothing_is_back_before_it_is_needed(monkeypatch):
-    monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: 1.0)
+    take_seconds(monkeypatch, lambda node: 1.0)
     plan, _ = planned(all_away)
     nodes = positions(plan.graph.graph)
     assert all(nodes[wait_of(x)] - nodes[x] <= 2 for pair in moves(plan.graph) for x in pair)
@@ -171,7 +181,7 @@ def num_back(plan):
 @pytest.mark.part(num_microbatches=[1], drop=[True])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_the_bits_are_the_same(monkeypatch, num_microbatches, drop):
+def test_steps_with_offloaded_activations_have_the_same_bits(monkeypatch, num_microbatches, drop):
     """With dropout; and where others are computed again, from what comes back."""
     options = {"num_microbatches": num_microbatches, "memory": "1TB"}
     _, expected = trained(6, 64, optim.adamw(1e-2), 3, **options)
@@ -275,7 +285,7 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         # As much as two activations' transfers take.
         away = 2.5 * simulator.lanes_of(gm).seconds_of(UP, ACTIVATION) / search.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
-        monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: away / num)
+        take_seconds(monkeypatch, lambda node: away / num)
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
         (gone,) = [x.memory for x in stays(gm.graph) if x.memory.name == computed[0].of]
         assert computed[0].of not in {x.of for x in search._offloads(gm, where, computed, {gone})}

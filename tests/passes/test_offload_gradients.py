@@ -50,7 +50,7 @@ def test_a_gradient_is_written_before_the_check_is_complete(tmp_path):
     assert max(where[n] for n in writes) < where[rules(gm)[0]]
 
 
-def test_what_waits_for_nothing_stays(tmp_path):
+def test_gradients_that_wait_for_no_check_stay(tmp_path):
     assert not read_again(graph_of(Offload(optimizer="nvme", path=tmp_path), optim.adamw(1e-2), "ignore"))
 
 

@@ -259,7 +259,7 @@ EARLY = (sums_a_shard,)  # once the state is donated the step is no pure functio
 )
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_is_refused(fn):
+def test_a_pass_that_leaves_a_wrong_graph_is_refused(fn):
     with pytest.raises(PassError, match=f"the pass 'mine' cannot be used: .*({REFUSED[fn]})"):
         lowered(fn)
     if fn not in EARLY:
@@ -401,7 +401,7 @@ def test_what_is_not_searched_runs_once():
         assert (len(runs) == 1) == (not searched)
 
 
-def test_what_a_pass_is():
+def test_a_pass_has_a_scope_and_a_name():
     assert Pass(tanh_gelu) == Pass(tanh_gelu, "step", "tanh_gelu")
     with pytest.raises(ValueError, match="scope='loop' is not known; there are 'step' and 'body'"):
         Pass(tanh_gelu, "loop")

@@ -17,6 +17,7 @@ from tests.support.small_steps import (
     lowered,
     num_alive,
     state_of,
+    take_seconds,
     users_of,
 )
 from zerofn import tree
@@ -75,7 +76,7 @@ EVEN = zerofn.Machine("even", "cpu", 2, 1e12, 1.0, {"float32": 1.0}, link=1e30, 
 def seconds(monkeypatch):
     """Seconds by node, to be filled; 1 for others that compute."""
     known = {}
-    monkeypatch.setattr(simulator, "roofline", lambda machine: lambda node: known.get(node.name, 1.0))
+    take_seconds(monkeypatch, lambda node: known.get(node.name, 1.0))
     return known
 
 
@@ -139,7 +140,7 @@ def test_a_slow_link_is_never_left_idle(seconds):
     assert all(b.start == a.stop for a, b in zip(spans, spans[1:], strict=False))
 
 
-def test_what_can_be_hidden_is(seconds):
+def test_gathers_that_computing_can_hide_are_hidden(seconds):
     gm = layered([100] * 6, num_ops=2)
     simulator.note_machine(gm, EVEN, 2)
     on_demand = simulator.Lanes(EVEN, 2)

@@ -52,7 +52,7 @@ def test_updates_that_wait_for_the_finite_check_run_in_order_of_first_use(stage)
 
 
 @pytest.mark.parametrize("tiers", [{"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}])
-def test_on_drives_too(tmp_path, tiers):
+def test_updates_of_state_on_drives_run_in_order_of_first_use_too(tmp_path, tiers):
     assert updated(3, NORMED, 1, offload=Offload(**tiers, path=tmp_path)) == ["b", "c", "a"]
 
 

@@ -36,7 +36,7 @@ def test_every_unit_is_sent_once_right_after_its_update():
         assert [where[s] - where[u] for s, u in zip(starts, updates, strict=True)] == [1] * 4
 
 
-def test_other_stages_have_none():
+def test_stages_0_and_3_gather_no_updated_parameters():
     for stage in (0, 3):
         assert all(n.target is not ops.all_gather_into_.default for n in graph_of(stage).graph.nodes)
 

@@ -119,7 +119,7 @@ def read_part(state, _):
 
 @pytest.mark.part(between=[evaluated, read])
 @pytest.mark.parametrize("between", [nothing, read, evaluated, flattened, read_part])
-def test_whoever_comes_first_waits(ranks, between):
+def test_the_first_use_of_a_copy_between_steps_waits_for_it(ranks, between):
     late = [ranks(2, losses, stage, between) for stage in (1, 2)]
     expected = ranks(2, losses, 3, between)[0]
     assert all(same(run, expected) for per_rank in late for run in per_rank)

@@ -30,7 +30,7 @@ def here():
                           measured_on=this_hardware())  # fmt: skip
 
 
-def test_it_is_two_steps():
+def test_profiling_trains_two_steps():
     state, _, step = profiled()
     plain = state_of(build(6), 3, NORMED)
     again = zerofn.compile(train_step_of(build(6)))
@@ -65,7 +65,7 @@ def test_memory_is_what_was_predicted():
         assert held + there == pytest.approx(by_node[node], rel=0.02), node
 
 
-def test_what_it_tells(tmp_path):
+def test_a_profile_tells_times_by_unit_and_kind(tmp_path):
     _, found, _ = profiled(machine=here())
     assert "by unit" in found.text() and "predicted" in repr(found)
     took = found.by_kind()["forward"]

@@ -115,7 +115,7 @@ def losses(folder, values, **options):
     return checkpoints
 
 
-def test_what_is_kept(tmp_path, caplog):
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, caplog):
     values = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
     assert losses(tmp_path / "a", values, keep=2).steps() == [5, 6]
     assert losses(tmp_path / "b", values, keep=None).steps() == [1, 2, 3, 4, 5, 6]
@@ -187,7 +187,7 @@ def test_another_job_in_the_folder(tmp_path):
     assert second.steps() == [1, 2, 3]
 
 
-def test_when_its_time_is_over(tmp_path, monkeypatch):
+def test_a_run_stops_and_saves_when_its_time_is_over(tmp_path, monkeypatch):
     def timed(**options):
         checkpoints = zerofn.Checkpoints(tmp_path, signals=(), **options)
         state = checkpoints.restore_or({"w": torch.zeros(3)})

@@ -205,7 +205,7 @@ def disk_is_newer(folder):
         assert_same_trees(zerofn.unshard(state), before[4])
 
 
-def test_the_newest_goes_first(ranks, tmp_path):
+def test_the_newest_copy_that_is_whole_goes_first(ranks, tmp_path):
     ranks(2, disk_is_newer, tmp_path)
 
 
@@ -222,7 +222,9 @@ def leave(folder, hosts):
 @pytest.mark.parametrize(
     "before, after, step", [("aa", "aaa", 4), ("aab", "aa", 4), ("aabb", "ab", 3), ("ab", "ba", 4)]
 )
-def test_other_ranks(ranks, tmp_path, before, after, step):
+def test_other_numbers_of_ranks_read_memory_on_one_machine_and_the_disk_on_several(
+    ranks, tmp_path, before, after, step
+):
     """On one machine any number of ranks reads its memory; on several, another number reads the disk."""
     ranks(len(before), leave, tmp_path, before)
     assert all(ranks(len(after), others_go_on, tmp_path, after, step))
@@ -268,7 +270,7 @@ def test_names_of_others_end_no_run(tmp_path, monkeypatch):
     assert list(mine.copies()) == []
 
 
-def test_where_it_makes_no_sense(tmp_path, monkeypatch):
+def test_replicas_that_would_be_of_no_use_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     with pytest.raises(ValueError, match="torchrun --max-restarts"):
         zerofn.Checkpoints(tmp_path, replicate_every=2)

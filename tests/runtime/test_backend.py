@@ -7,7 +7,7 @@ import torch
 from torch.fx import Interpreter
 
 import zerofn
-from tests.support.small_steps import batch_of, build, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captures_of, state_of, train_step_of
 from zerofn import Offload, optim, tree
 from zerofn.runtime.backend import Backend, Eager, Runner, backend_of
 from zerofn.runtime.executor import Executor
@@ -140,7 +140,7 @@ def test_a_capture_that_is_replaced_after_a_drive_failed_is_closed(tmp_path):
     state, _ = step(state, batch_of())
     with pytest.raises(RuntimeError, match="out of tape"):
         step(state, batch_of())
-    assert backend.closed == 1 and not step._entries
+    assert backend.closed == 1 and not captures_of(step)
 
 
 def test_a_bind_that_fails_is_tried_again():
@@ -156,7 +156,7 @@ def test_a_bind_that_fails_is_tried_again():
     with pytest.raises(RuntimeError, match="not ready"):
         step(state, batch_of())
     step(state, batch_of())
-    assert backend.runs == 1 and len(step._entries) == 1
+    assert backend.runs == 1 and len(captures_of(step)) == 1
 
 
 def test_backends_that_are_refused():

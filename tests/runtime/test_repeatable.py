@@ -101,6 +101,6 @@ def unlike():
     return True
 
 
-def test_ranks_ask_for_it_alike(ranks):
+def test_ranks_ask_for_repeatable_runs_alike(ranks):
     assert all(ranks(2, unlike))
     ranks.stop()

@@ -65,7 +65,7 @@ def test_draws_on_a_shard_are_still_refused():
         zerofn.compile(step).lower(state_of(MODULE, 3), batch_of())
 
 
-def test_what_it_refuses():
+def test_integers_and_other_keys_are_refused():
     with pytest.raises(TypeError, match="normal_like: expected floating-point tensors, got torch.int64"):
         zerofn.normal_like({"n": torch.tensor(1)}, random.key(0))
     with pytest.raises(TypeError, match="normal_like: the key must be an int64 scalar"):

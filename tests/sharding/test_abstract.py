@@ -71,6 +71,6 @@ def load_on(path, stage, kept):
 @pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("there, here", [(2, 3), (3, 1), (1, 2)])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_other_ranks_cut_it_anew(ranks, tmp_path, there, here, stage):
+def test_other_ranks_cut_an_abstract_state_anew(ranks, tmp_path, there, here, stage):
     kept = ranks(there, save_on, tmp_path, stage)[0]
     ranks(here, load_on, tmp_path, stage, kept)

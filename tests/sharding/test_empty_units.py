@@ -155,7 +155,7 @@ def joint(rows, k):
 @pytest.mark.parametrize(
     "options", [{"offload": "cpu"}, {"offload": "nvme"}, {"precision": "bf16"}, {"moments": "8bit"}], ids=str
 )
-def test_they_change_nothing_else(monkeypatch, options, stage, tmp_path):
+def test_empty_units_change_no_bits_of_others(monkeypatch, options, stage, tmp_path):
     """Of one step in any storage: the bits are those without such leaves."""
     given, found = dict(options), []
     moments = given.pop("moments", None)
@@ -175,7 +175,7 @@ def test_they_change_nothing_else(monkeypatch, options, stage, tmp_path):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_plans_do_without_them(stage):
+def test_plans_do_without_empty_units(stage):
     def planned(none=True, mesh=None, cuts=None, axis=None):
         tx = optim.adamw(1e-2)
         init = lambda: zerofn.TrainState.create(params=start(none), tx=tx)  # noqa: E731

@@ -322,7 +322,7 @@ def looks(stage):
     return repr(p), repr(held), repr(p["h.0.b"])
 
 
-def test_what_is_where(ranks):
+def test_the_repr_says_which_rank_holds_what(ranks):
     (first, w, b), (second, w1, _) = ranks(2, looks, 3)
     assert first.splitlines()[0] == (
         "Sharded: 2 leaves, 5,003 elements in 1 unit(s); stage 3, rank 0 of 2 holds 16,384 bytes"

@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of, scheduled, state_of, train_step_of
+from tests.support.small_steps import batch_of, build, captures_of, loss_of, scheduled, state_of, train_step_of
 from zerofn import optim, tree
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -43,7 +43,7 @@ def test_every_number_comes_back():
     assert torch.equal(ops.high(x).view(torch.int16), hi.view(torch.int16))
 
 
-def test_it_is_rounded_to_nearest():
+def test_the_high_half_of_a_master_is_rounded_to_nearest():
     x = torch.randn(1 << 16, dtype=torch.float64).float()
     hi = ops.high(x).double()
     ends = [torch.full((), s * torch.inf, dtype=torch.bfloat16) for s in (-1, 1)]
@@ -139,7 +139,7 @@ def test_after_eager_arithmetic_nothing_is_captured_again():
     state, _ = step(state, halved(batch_of()))
     state = tree.tree_map(lambda x: x.clone(), state)
     state, _ = step(state, halved(batch_of()))
-    assert len(step._entries) == 1 and all(len(x.parts) == 2 for x in state.params.stored)
+    assert len(captures_of(step)) == 1 and all(len(x.parts) == 2 for x in state.params.stored)
 
 
 def test_functional_call_sees_the_upper_half():

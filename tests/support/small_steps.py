@@ -17,6 +17,7 @@ from tests.support.same import assert_same_trees
 from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
 from zerofn.capture.capture import capture
+from zerofn.cost import simulator
 from zerofn.graph.alias import positions
 from zerofn.graph.edit import copied, weight_chain
 from zerofn.graph.node_kinds import is_gather, is_scatter
@@ -85,6 +86,16 @@ def apart(patch: Any, share: float) -> None:
 def beside_drives(patch: Any) -> None:
     """A device that is not the host, whose gradients go to drives through host memory."""
     patch.setattr(importlib.import_module("zerofn.passes.update_on_host"), "_on_device", lambda rule: True)
+
+
+def take_seconds(patch: Any, seconds: Callable[[Node], float]) -> None:
+    """In plans, operations take as long as `seconds` says, beside transfers that take what the machine says."""
+    patch.setattr(simulator, "roofline", lambda machine: seconds)
+
+
+def captures_of(step: Any) -> list[Any]:
+    """What a compiled step has captured, for one signature each, the latest last."""
+    return [*step._entries.values()]
 
 
 def batch_of(rank: int = 0, rows: int = ROWS, dtype: torch.dtype = torch.float32, seed: int = 1) -> dict[str, Any]:

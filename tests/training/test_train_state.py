@@ -444,7 +444,7 @@ def looks():
     return repr(state), repr(shard(state, precision="fp16"))
 
 
-def test_what_it_looks_like(ranks):
+def test_the_repr_of_a_state_says_what_it_holds(ranks):
     for plain, cut in ranks(2, looks):
         for text in (plain, cut):
             assert text.startswith("TrainState(\n  step: 0\n  skipped: 0\n  params: ")

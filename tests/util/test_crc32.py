@@ -6,7 +6,7 @@ import zlib
 from zerofn.util import crc32
 
 
-def test_it_is_that_of_zlib():
+def test_the_checksum_is_that_of_zlib():
     assert crc32.crc32 is not zlib.crc32
     for size in (0, 1, 7, 63, 64, 65, 4096, 1 << 20):
         data = random.Random(size).randbytes(size)

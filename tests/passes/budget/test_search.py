@@ -178,7 +178,7 @@ def test_schedules_that_are_tried_take_no_place_on_drives(tmp_path, monkeypatch)
     assert len(made) == 2
 
 
-def test_what_is_made_was_tried(monkeypatch):
+def test_the_schedule_that_is_made_was_tried(monkeypatch):
     """The gather of a unit that no loss uses is gone, and its name free where the graph was copied."""
     tried, attempt = [], search._Search._scheduled
 
