@@ -45,6 +45,7 @@ from zerofn.passes.budget.eviction import Drop, cheapest
 from zerofn.passes.budget.search import graphs
 from zerofn.passes.offload_activations import UNDER_WAY, stays
 from zerofn.planning.plan import Plan
+from zerofn.sharding.partition import Partition
 from zerofn.sharding.precision import Precision
 from zerofn.sharding.shard import initial, shard_fake
 
@@ -64,7 +65,7 @@ def prepared(num_microbatches=1):
     def init():
         return zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.adamw(1e-2))
 
-    state = shard_fake(initial(init, Precision()), 3, Mesh((Axis(DATA, 1, 0, "fake machine"),)), None, None, unit_of)
+    state = shard_fake(initial(init, Precision()), Partition.zero(Mesh((Axis(DATA, 1, 0, "fake machine"),))), unit_of)
     batch = {k: LINK.zeros((ROWS * num_microbatches, WIDTH), torch.float32, torch.device("cpu")) for k in "xy"}
     program, _ = captured(train_step_of(module, num_microbatches), state, batch)
     PIPELINE.prepare(program)

@@ -12,7 +12,7 @@ from zerofn.sharding.sharded import is_sharded
 
 def specs(state):
     return [
-        (x.layout, x.spec.stage, x.spec.precision, x.spec.halves, x.storages)
+        (x.layout, x.spec.stage, x.spec.precision, x.spec.partition.codec, x.storages)
         for x in zerofn.tree.leaves(state, is_leaf=is_sharded)
         if is_sharded(x)
     ]

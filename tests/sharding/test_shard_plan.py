@@ -5,27 +5,19 @@ import torch
 
 from zerofn import Precision, TrainState, optim, tree
 from zerofn.comm.mesh import Axis, Mesh
+from zerofn.geometry.layout import make_layout
 from zerofn.offload.policy import Offload
 from zerofn.ops.codecs import E4M3, E5M2, PLAIN, SIGNED, SPLIT
 from zerofn.sharding.partition import Partition
 from zerofn.sharding.precision import NAMED
-from zerofn.sharding.shard_plan import (
-    ReplicatedPart,
-    ShardPolicy,
-    moment_storage,
-    place,
-    plan_state,
-    public_dtype,
-    storage_of,
-)
+from zerofn.sharding.shard_plan import ReplicatedPart, moment_storage, plan_state, public_dtype, storages_of
 from zerofn.sharding.storage import StorageSpec
 
-CPU = torch.device("cpu")
+CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def policy(stage=3, precision=None, offload=None, size=2):
-    partition = Partition(Mesh((Axis("data", size),)))
-    return ShardPolicy(stage, partition, precision or Precision(), None, None, offload or Offload(), CPU, {})
+def partition_of(stage=3, size=2, **options):
+    return Partition.zero(Mesh((Axis("data", size),)), stage, **options).at(CPU)
 
 
 def params():
@@ -34,7 +26,7 @@ def params():
 
 
 def planned(state, *args, **kwargs):
-    parts, treedef = plan_state(state, policy(*args, **kwargs))
+    parts, treedef = plan_state(state, partition_of(*args, **kwargs))
     return dict(zip(tree.field_names(treedef), parts, strict=True))
 
 
@@ -46,7 +38,9 @@ def test_a_state_is_planned_without_memory():
     }
     assert found == {"params": {SPLIT}, "opt_state.1.mu": {E4M3}, "opt_state.1.nu": {E5M2}}
     assert [part.first for part in parts.values()] == sorted(part.first for part in parts.values())
-    assert parts["params"].spec.halves and not parts["opt_state.1.mu"].spec.halves
+    assert {name: part.spec.partition.codec for name, part in parts.items() if name in found} == {
+        name: codec for name, (codec,) in found.items()
+    }
     assert parts["step"].on_host and isinstance(parts["opt_state.1.count"], ReplicatedPart)
 
 
@@ -71,13 +65,20 @@ def test_formats_are_found_by_path():
     assert found["x", 1, 1] == (PLAIN, torch.bfloat16)
 
 
-def test_storage_of():
-    bf16, wide = NAMED["bf16"], torch.float32
-    assert storage_of("params", wide, True, None, bf16).codec is SPLIT
-    assert storage_of("mu", wide, False, None, bf16).codec is storage_of("params", wide, True, None, Precision()).codec
-    assert storage_of("mu", torch.float64, False, (PLAIN, torch.bfloat16), bf16).dtype == torch.bfloat16
+def stored(dtype, partition, name="x"):
+    """How the one shard of a unit of this dtype is stored."""
+    (unit,) = make_layout({"w": torch.empty(64, device="meta")}, 2).units
+    (storage,) = storages_of(name, [unit], [dtype], partition)
+    return storage
+
+
+def test_codecs():
+    bf16, fp32, wide = partition_of(precision="bf16"), partition_of(), torch.float64
+    assert [stored(torch.float32, x).codec for x in (bf16, bf16.beside(), fp32)] == [SPLIT, PLAIN, PLAIN]
+    assert stored(wide, bf16) == StorageSpec(PLAIN, wide)  # which has no halves
+    assert stored(torch.float32, fp32.beside(SIGNED)).codec == SIGNED
     with pytest.raises(ValueError, match="'mu' is to be kept in 8-bit blocks, which hold float32, and the .* float64"):
-        storage_of("mu", torch.float64, False, (SIGNED, None), Precision())
+        stored(wide, fp32.beside(SIGNED), "mu")
 
 
 def test_public_dtypes():
@@ -87,13 +88,17 @@ def test_public_dtypes():
     assert public_dtype([torch.float64], {half}, NAMED["bf16"]) == torch.float64
 
 
-def test_places():
-    layout = planned({"params": params()})["params"].spec.layout
-    storages = [StorageSpec(SPLIT, torch.float32) for _ in layout.units]
-    assert place(layout, storages, True, policy()) == storages
-    there = place(layout, storages, True, policy(offload=Offload(optimizer="cpu")))
-    assert {storage.placement.tiers for storage in there} == {(None, "cpu")}
-    there = place(layout, storages, False, policy(offload=Offload(optimizer="cpu")))
-    assert {storage.placement.tiers for storage in there} == {("cpu", "cpu")}
-    there = place(layout, storages, True, policy(offload=Offload(optimizer="nvme", params="cpu", path="/x")))
-    assert {(storage.placement.tiers, storage.placement.paths) for storage in there} == {(("cpu", "nvme"), ("/x",))}
+def test_tiers():
+    def placed(partition):
+        placement = stored(torch.float32, partition).placement
+        return placement and (placement.tiers, placement.paths, placement.device)
+
+    def on(**tiers):
+        return Partition.zero(Mesh((Axis("data", 2),)), precision="bf16", offload=Offload(**tiers)).at(META)
+
+    assert placed(partition_of(precision="bf16")) is None
+    both = on(optimizer="nvme", params="cpu", path="/x")
+    assert placed(both) == (("cpu", "nvme"), ("/x",), "meta") and placed(both.beside()) == (("nvme",), ("/x",), "meta")
+    assert placed(on(optimizer="cpu")) == ((None, "cpu"), (), "meta")
+    params = on(params="nvme", path="/x")
+    assert placed(params) == (("nvme", None), ("/x",), "meta") and placed(params.beside()) is None

@@ -22,7 +22,6 @@ from zerofn.graph.resident import resident
 from zerofn.job.in_flight import pending
 from zerofn.parallel import tensor
 from zerofn.sharding.partition import Partition
-from zerofn.sharding.precision import Precision
 from zerofn.sharding.spec import Spec
 from zerofn.util.process import the
 
@@ -45,10 +44,10 @@ def specs(sizes, stage=3, hpz=False):
 
     params = {"dense": torch.zeros(9001, device="meta"), "experts": torch.zeros(4, 3000, device="meta")}
     for mesh in meshes(sizes):
-        partition = Partition(mesh, mesh.replicas if hpz else None)
+        partition = Partition.zero(mesh, stage, hpz=hpz)
         axes = [partition.over(experts) for experts in (False, True)]
         options = {"axis": axes[0].name, "of_experts": axes[1].size, "slice_of": slice_of}
-        yield Spec(make_layout(params, axes[0].size, **options), partition, stage, Precision())
+        yield Spec(make_layout(params, axes[0].size, **options), partition)
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,8 @@ def _allocate_like(part: StatePart, scratch: Store | None) -> Sharded:
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     is_params = part.name.rpartition(".")[2] == "params"
     cached = like.full is not None or (is_params and spec.has_copies)
-    return allocate(
-        spec, torch.device("cpu") if device.type == "meta" else device, cached, storages_of(like), scratch, part.name
-    )
+    device = torch.device("cpu") if device.type == "meta" else device
+    return allocate(spec, storages_of(like), device, cached=cached, scratch=scratch, name=part.name)
 
 
 def _check(wanted: list[NamedLeaf], leaves: Mapping[str, NamedLeaf], where: str) -> None:

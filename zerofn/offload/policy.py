@@ -89,8 +89,13 @@ class Offload:
         """Whether anything is stored on a drive."""
         return "nvme" in (self.optimizer, self.params)
 
+    @property
+    def of_optimizer(self) -> Offload:
+        """The same for a tree of which all is the optimizer's."""
+        return replace(self, params=self.optimizer, path=self.path if self.optimizer == "nvme" else None)
 
-def resolve(offload: Offload | str | None, copies: str, device: torch.device) -> Offload:
+
+def asked_for(offload: Offload | str | None, copies: str) -> Offload:
     """Return the `Offload` that `shard` was asked for.
 
     "cpu" and "nvme" mean the optimizer's state, and the parameters unless a gathered copy exists beside their shards:
@@ -106,10 +111,28 @@ def resolve(offload: Offload | str | None, copies: str, device: torch.device) ->
                 f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
                 "zerofn.Offload(optimizer=..., params=..., path=...)."
             )
-        offload = Offload(optimizer=offload, params=None if copies else offload)
+        return Offload(optimizer=offload, params=None if copies else offload)
     if not isinstance(offload, Offload):
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
-    _check(offload, copies, device)
+    if not (offload.optimizer or offload.params):
+        raise ValueError(
+            f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
+            "'nvme', or write offload=None."
+        )
+    if offload.params and copies:
+        raise ValueError(f"Offload(params=...) has no effect {copies}, or offload the optimizer alone.")
+    return offload
+
+
+def on_device(offload: Offload, device: torch.device) -> Offload:
+    """Return what has an effect where the model computes on a device. Raises `ValueError` if `update` has none."""
+    if not (offload.optimizer or offload.params):
+        return offload
+    if is_host(device) and offload.update != "auto":
+        raise ValueError(
+            f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
+            "is no other processor to update on; leave update out."
+        )
     offload = _without_effect(offload, device)
     if fake_machine():
         return offload
@@ -142,21 +165,6 @@ def _without_effect(offload: Offload, device: torch.device) -> Offload:
             stacklevel=2,
         )
     return kept
-
-
-def _check(offload: Offload, copies: str, device: torch.device) -> None:
-    if not (offload.optimizer or offload.params):
-        raise ValueError(
-            f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
-            "'nvme', or write offload=None."
-        )
-    if offload.params and copies:
-        raise ValueError(f"Offload(params=...) has no effect {copies}, or offload the optimizer alone.")
-    if is_host(device) and offload.update != "auto":
-        raise ValueError(
-            f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
-            "is no other processor to update on; leave update out."
-        )
 
 
 def _in_memory(path: str) -> bool:

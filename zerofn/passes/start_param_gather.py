@@ -43,7 +43,6 @@ def start_param_gather(program: Program) -> None:
                 graph.call_function(aten.copy_.default, (part, shard))
         if axis is not None:
             with graph.inserting_before(after):
-                gather_in_place(
-                    whole, axis, unit, spec.codec_of(unit, unit.dtype), lambda op, *args: graph.call_function(op, args)
-                )
+                codec = spec.codec_of(unit, unit.dtype)
+                gather_in_place(whole, axis, unit, codec, call=lambda op, *args: graph.call_function(op, args))
     clean(gm)

@@ -25,9 +25,9 @@ from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
+from ..sharding.partition import STAGES, Partition, check_stage
 from ..sharding.precision import Precision, resolve
 from ..sharding.shard import initial, shard_fake
-from ..sharding.shard_plan import STAGES, check_stage
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
@@ -245,8 +245,8 @@ class RowPlanner:
         """Return the state, laid out."""
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
-            given = config.precision, config.offload, self._step.unit, self._step.cuts
-            return shard_fake(first, config.stage, self._mesh, *given, config.again)
+            partition = Partition.zero(self._mesh, cuts=self._step.cuts, **config.options)
+            return shard_fake(first, partition, self._step.unit)
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
         """Return the captured step of rank 0, and of every rank of an axis whose ranks run other operations: the one

@@ -13,8 +13,8 @@ import torch
 from .. import tree
 from ..comm.mesh import Mesh
 from ..geometry.layout import ALIGN, Layout, Leaf, Unit, padded, padded_to
+from ..ops.codecs import Codec
 from .partition import Partition
-from .precision import Precision
 from .sharded import Sharded, is_sharded
 from .spec import Spec
 from .storage import StorageSpec
@@ -116,7 +116,8 @@ class _Abstract(Sharded):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec, layout = self.spec, self.layout
-        replicas = spec.shared_over.size if spec.shared_over else 1
+        shared = spec.partition.shared_over
+        replicas = shared.size if shared else 1
         units = []
         for x in layout.units:
             places, block = self.places[x.name, x.size], padded_to(x.num_shards, replicas)
@@ -128,7 +129,8 @@ class _Abstract(Sharded):
             else x
             for x, u in zip(self._storages, layout.units, strict=True)
         ]
-        return _here, (units, layout.treedef, spec.stage, spec.precision, spec.halves, storages)
+        how = {"stage": spec.stage, "precision": spec.precision}
+        return _here, (units, layout.treedef, (how, spec.partition.codec), storages)
 
 
 def _stop(unit: Unit, places: _Places, block: int) -> int:
@@ -140,12 +142,12 @@ def _stop(unit: Unit, places: _Places, block: int) -> int:
 def _here(
     units: Sequence[tuple[Any, ...]],
     treedef: tree.PyTreeSpec,
-    stage: int,
-    precision: Precision,
-    halves: bool,
+    how: tuple[dict[str, Any], Codec],
     storages: Iterable[StorageSpec],
 ) -> Sharded:
-    """Return the abstract `Sharded`, cut over the ranks that are here."""
+    """Return the abstract `Sharded`, cut over the ranks that are here. `how`: arguments of `Partition.zero`, and the
+    codec.
+    """
     mesh = Mesh.of(None)
     axis = mesh.shards
     block = padded_to(axis.size)
@@ -153,7 +155,7 @@ def _here(
         Unit(name, leaves, padded(stop, block), trainable, dtype, axis.size)
         for name, leaves, stop, trainable, dtype in units
     )
-    spec = Spec(Layout(own, treedef, axis.name), Partition(mesh), stage, precision, halves)
+    spec = Spec(Layout(own, treedef, axis.name), replace(Partition.zero(mesh, **how[0]), codec=how[1]))
     cut = Sharded(spec, ())
     cut._storages = tuple(
         _on_this_device(x) if unit.size else replace(x, placement=None) for x, unit in zip(storages, own, strict=True)

@@ -24,25 +24,23 @@ HELD = 2  # units that may be partly filled in memory before they are written to
 
 def allocate(
     spec: Spec,
+    storages: Sequence[StorageSpec],
     device: torch.device,
+    *,
     cached: bool,
-    storages: Sequence[StorageSpec] | None = None,
     scratch: Store | None = None,
     name: str = "",
 ) -> Sharded:
     """Return a `Sharded` of zeros.
 
-    `cached`: allocate the gathered copy, too; shards are views of it if it has the same numbers. `storages`: the
-    storage of each unit's shard; plain tensors in the layout's dtypes by default. `scratch`: the store for parts on
-    drives. Errors call them `name`.
+    `storages`: of each unit's shard. `cached`: allocate the gathered copy, too; shards are views of it if it has the
+    same numbers. `scratch`: the store for parts on drives. Errors call them `name`.
     """
     if cached:
         pending().wait_for_all()  # for the copies of states that were dropped, among others: nobody else will
     shards: list[Stored] = []
     full: list[Tensor] = []
-    for unit, storage in zip(
-        spec.layout.units, storages or [StorageSpec(PLAIN, u.dtype) for u in spec.layout.units], strict=True
-    ):
+    for unit, storage in zip(spec.layout.units, storages, strict=True):
         a, b = spec.bounds(unit)
         parts: list[StoredPart] = []
         if cached:
@@ -114,7 +112,7 @@ class Filler:
 
 def _take_first_replica(sharded: Sharded) -> None:
     """Give every shard the values that it has on the first of the ranks that share it."""
-    replicas = sharded.spec.shared_over
+    replicas = sharded.spec.partition.shared_over
     if replicas is None:
         return
     for shard in sharded.stored:
@@ -147,12 +145,12 @@ def refill(sharded: Sharded) -> None:
 
 
 def keep_halves(sharded: Sharded) -> None:
-    """Store parameters as split masters again, if their precision asks for that and an unflatten has joined them."""
+    """Store parameters as split masters again, if their partition asks for that and an unflatten has joined them."""
 
     def joined(storage: StorageSpec) -> bool:
-        return storage.codec == PLAIN and sharded.spec.precision.splits(storage.dtype)
+        return storage.codec == PLAIN and storage.dtype is SPLIT.holds
 
-    if sharded.spec.halves and any(map(joined, sharded.storages)):
+    if sharded.spec.partition.codec == SPLIT and any(map(joined, sharded.storages)):
         sharded.move(
             [StorageSpec(SPLIT, x.dtype).keep(x.decode()) if joined(x.storage) else x for x in sharded.stored], None
         )
@@ -170,7 +168,7 @@ def settle(sharded: Sharded) -> None:
             if (axis := spec.copied_over(unit)) is not None:
                 gather_in_place(full[i], axis, unit, spec.codec_of(unit, shard.dtype))
                 ops.wait(full[i])
-        elif spec.stage == 0 and spec.within(unit).size > 1:
+        elif not spec.partition.shard_over and spec.within(unit).size > 1:
             held = shard.loaded()
             for whole in held.tensors:
                 gather_in_place(whole, spec.within(unit), unit)

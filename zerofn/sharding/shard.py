@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,24 +27,14 @@ from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
 from ..offload.disk import Store
 from ..offload.policy import Offload
-from ..offload.policy import resolve as resolve_offload
 from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
 from .allocate import Filler, allocate, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
-from .partition import Partition, partition_of
+from .partition import Partition
 from .precision import Precision, resolve
-from .shard_plan import (
-    ReplicatedPart,
-    ShardedPart,
-    ShardPolicy,
-    check_offload,
-    check_stage,
-    description,
-    given_cuts,
-    plan_state,
-)
+from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 from .transfers import assembled, equalize, gather_unit, of_first
@@ -99,58 +89,82 @@ def shard(
     about the layout, or a function computes something else on one of them: other numbers, files, or seeds inside it.
     Nothing is allocated before these checks.
     """
-    stage, precision, offload, hpz = _planned(stage, precision, offload, hpz, wire, plan, mesh)
+    asked = {"stage": stage, "precision": precision, "offload": offload, "hpz": hpz, "wire": wire}
+    if stage == "auto" or plan is not None:
+        asked = _of_plan(plan, asked, Mesh.of(mesh))
+    asked["cuts"] = cuts
     where: Mesh = the(Meshes).know(Mesh.of(mesh))
     if current_dry_run() is not None:
-        return _shard_dry(state_or_init, stage, where, resolve(precision, wire) if wire else precision, unit, cuts, hpz)
-    plan_it = partial(_plan, state_or_init, stage, where, precision, unit, device, offload, cuts, hpz, wire)
+        return _shard_dry(state_or_init, where, asked, unit)
+    planning = partial(_plan, state_or_init, lambda: Partition.zero(where, **asked), unit, device)
+    return _shard(state_or_init, where, planning)
+
+
+def _shard(state_or_init: Any, where: Mesh, planning: Callable[[], tuple[_Plan, str]]) -> Any:
+    """Agree with the other ranks about the plan, and carry it out."""
     map_large_blocks()
     with contextlib.ExitStack() as alike:
         if _is_function(state_or_init):
             alike.enter_context(as_on_first(where, on_host()))
-        policy, given, lines, parts, treedef = agree_on("zerofn.shard", plan_it)
+        planned = agree_on("zerofn.shard", planning)
+        given = planned.given
         if isinstance(given, Replay):
-            check_equal(where, lines)
+            check_equal(where, planned.lines)
             alike.enter_context(as_on_first(where, on_device()))
-        values = given.run() if isinstance(given, Replay) else values_on_first(where, given, lines, policy.home)
-        return _place(policy, values, parts, treedef, _scratch_of_all(policy, parts))
+            values = given.run()
+        else:
+            values = values_on_first(where, given, planned.lines, planned.partition.home)
+        return _place(planned, values, _scratch_of_all(planned))
 
 
-def _shard_dry(state_or_init: Any, stage: int, where: Mesh, precision: Any, unit: Any, cuts: Any, hpz: bool) -> Any:
+class _Plan(NamedTuple):
+    """What becomes of a state. `given`: its leaves, or the replay that makes them; `lines`: what of these must be equal
+    on all ranks. `device`: where shards are stored, None for where the parameters are.
+    """
+
+    partition: Partition
+    device: torch.device | None
+    given: Any
+    lines: list[str]
+    parts: list[ShardedPart | ReplicatedPart]
+    treedef: tree.PyTreeSpec
+
+    @property
+    def cut(self) -> list[ShardedPart]:
+        """The subtrees that become `Sharded`."""
+        return [x for x in self.parts if isinstance(x, ShardedPart)]
+
+
+def _shard_dry(state_or_init: Any, where: Mesh, asked: dict[str, Any], unit: Any) -> Any:
     """Return the state of a dry run, in which a script comes to its first step."""
     dry_run = current_dry_run()
     assert dry_run is not None
+    precision = resolve(asked["precision"], asked["wire"]) if asked["wire"] else asked["precision"]
     with FakeMachine(False, 1.0, 1.0)():
         first = initial(state_or_init, resolve(precision))
         grid = Mesh((Axis(USUAL, 1),)) if where.ranks else where
-        alone = grid.num_ranks == 1  # of the script itself; what is planned for need not be
-        state = shard_fake(first, stage, grid, precision, None, unit, cuts, hpz and not alone)
-    chosen = {"mesh": None if where.ranks else where, "cuts": cuts, "again": hpz}
+        here = {**asked, "offload": None, "hpz": asked["hpz"] and grid.num_ranks > 1}  # the script itself may be alone
+        state = shard_fake(first, Partition.zero(grid, **here), unit)
+    chosen = {"mesh": None if where.ranks else where, "cuts": asked["cuts"], "again": asked["hpz"]}
     dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
     return state
 
 
-def _scratch_of_all(policy: ShardPolicy, parts: list[ShardedPart | ReplicatedPart]) -> Store | None:
+def _scratch_of_all(planned: _Plan) -> Store | None:
     """Return the space on drives; None if none is needed. The other ranks do not wait for one whose drive is full."""
-    if not policy.offload.on_disk:
+    if not planned.partition.tier.on_disk:
         return None
-    cuts = [(p.spec, p.storages) for p in parts if isinstance(p, ShardedPart)]
-    return agree_on("zerofn.shard", lambda: (scratch_for(cuts), ""))
+    return agree_on("zerofn.shard", lambda: (scratch_for((p.spec, p.storages) for p in planned.cut), ""))
 
 
-def _planned(
-    stage: Any, precision: Any, offload: Any, hpz: Any, wire: Any, plan: Any, mesh: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Return (stage, precision, offload, hpz) of a plan's recommended row; as they are if no plan is asked for."""
-    if stage != "auto" and plan is None:
-        return stage, precision, offload, hpz
-    mesh = Mesh.of(mesh)
-    if stage != "auto" or not hasattr(plan, "options"):
+def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
+    """Return what a plan's recommended row asks for."""
+    if asked["stage"] != "auto" or not hasattr(plan, "options"):
         raise ValueError(
             "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
             "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
         )
-    if any(x is not None for x in (precision, offload, wire)) or hpz:
+    if any(asked[name] is not None for name in ("precision", "offload", "wire")) or asked["hpz"]:
         raise ValueError(
             "shard(stage='auto') takes precision, offload and hpz from the plan; leave them and wire out, or "
             "give them to zerofn.plan."
@@ -168,7 +182,7 @@ def _planned(
             f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
         )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
-    return options["stage"], options.get("precision"), options.get("offload"), options.get("hpz", False)
+    return {name: options[name] for name in ("stage", "precision", "offload", "hpz") if name in options}
 
 
 def initial(state_or_init: Any, precision: Precision) -> Any:
@@ -176,61 +190,33 @@ def initial(state_or_init: Any, precision: Precision) -> Any:
     return _initial(state_or_init, precision)[0]
 
 
-def shard_fake(
-    state: Any,
-    stage: int,
-    mesh: Mesh,
-    precision: Precision | str | None,
-    offload: Offload | str | None,
-    unit: Callable[[str], str] | None,
-    cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
-    hpz: bool = False,
-) -> Any:
+def shard_fake(state: Any, partition: Partition, unit: Callable[[str], str] | None) -> Any:
     """Return the state, from `initial`, as rank 0 of a fake machine would hold it: the same layout, tensors without
     memory.
     """
     machine = fake_machine()
     assert machine is not None
-    check_stage(stage)
-    policy = _policy(state, stage, partition_of(mesh, stage, hpz), resolve(precision), unit, None, offload, cuts)
-    parts, treedef = plan_state(state, policy)
-    scratch = scratch_for((p.spec, p.storages) for p in parts if isinstance(p, ShardedPart))
-    return tree.unflatten(
-        treedef, [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in parts]
-    )
+    partition = partition.at(device_of(state))
+    planned = _Plan(partition, None, state, [], *plan_state(state, partition, unit))
+    scratch = scratch_for((p.spec, p.storages) for p in planned.cut)
+    made = [
+        _allocate(planned, p, scratch) if isinstance(p, ShardedPart) else machine.like(p.value) for p in planned.parts
+    ]
+    return tree.unflatten(planned.treedef, made)
 
 
 @uncollected()
-def _plan(
-    state_or_init: Any,
-    stage: Any,
-    mesh: Mesh,
-    precision: Any,
-    unit: Any,
-    device: Any,
-    offload: Any,
-    cuts: Any,
-    hpz: Any,
-    wire: Any,
-) -> tuple[Any, str]:
-    """Find every error before anything is allocated or sent.
-
-    Returns (policy, the leaves or the replay that makes them, what of these must be equal on all ranks, parts, treedef)
-    and a description.
-    """
-    check_stage(stage)
-    partition = partition_of(mesh, stage, hpz)
-    precision, device = resolve(precision, wire), _numbered(device)
-    state, replay = _initial(state_or_init, precision)
-    policy = _policy(state, stage, partition, precision, unit, device, offload, cuts)
-    parts, treedef = plan_state(state, policy)
-    if policy.offload.optimizer or policy.offload.params:
-        check_offload(policy.offload, [p for p in parts if isinstance(p, ShardedPart)], policy.home)
-    given: Any = replay or tree.leaves(state)
-    names, lines = tree.field_names(tree.structure(state)), list[str]()
-    if mesh.num_ranks > 1:
-        lines = replay.lines(names) if replay else lines_of_values(names, given)
-    return (policy, given, lines, parts, treedef), description(stage, precision, partition, parts)
+def _plan(state_or_init: Any, describe: Callable[[], Partition], unit: Any, device: Any) -> tuple[_Plan, str]:
+    """Find every error before anything is allocated or sent. Returns the plan, and a description."""
+    partition, device = describe(), _numbered(device)
+    state, replay = _initial(state_or_init, partition.precision)
+    partition = partition.at(device or device_of(state))
+    planned = _Plan(partition, device, replay or tree.leaves(state), [], *plan_state(state, partition, unit))
+    check_offload(partition, planned.cut)
+    if partition.mesh.num_ranks > 1:
+        names = tree.field_names(tree.structure(state))
+        planned.lines.extend(replay.lines(names) if replay else lines_of_values(names, planned.given))
+    return planned, description(partition, planned.parts)
 
 
 def _numbered(device: Any) -> torch.device | None:
@@ -239,22 +225,6 @@ def _numbered(device: Any) -> torch.device | None:
         return None if device is None else torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"shard: device={device!r} is not available: {error}") from None
-
-
-def _policy(
-    state: Any,
-    stage: int,
-    partition: Partition,
-    precision: Precision,
-    unit: Any,
-    device: torch.device | None,
-    offload: Any,
-    cuts: Any,
-) -> ShardPolicy:
-    """Return the policy, completed by where the state is."""
-    home = device or device_of(state)
-    placed = resolve_offload(offload, partition.copies(stage), home)
-    return ShardPolicy(stage, partition, precision, unit, device, placed, home, given_cuts(cuts))
 
 
 def _is_function(state_or_init: Any) -> bool:
@@ -320,20 +290,15 @@ def _units_with(state: Any, only: Callable[[str], bool]) -> str:
     return "units " + ", ".join(unit.name for x in cut for unit in x.layout.units if _has(unit, only))
 
 
-def _place(
-    policy: ShardPolicy,
-    values: Iterable[tuple[int, Tensor]],
-    parts: list[ShardedPart | ReplicatedPart],
-    treedef: tree.PyTreeSpec,
-    scratch: Store | None,
-) -> Any:
+def _place(planned: _Plan, values: Iterable[tuple[int, Tensor]], scratch: Store | None) -> Any:
     """Allocate every part, and write values as they come."""
-    made: list[Any] = [_allocate(policy, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
+    home, parts = planned.partition.home, planned.parts
+    made: list[Any] = [_allocate(planned, p, scratch) if isinstance(p, ShardedPart) else None for p in parts]
     into: dict[int, Callable[[Tensor], Any]] = {}
     out: list[Any] = list(made)
     for k, part in enumerate(parts):
         if isinstance(part, ReplicatedPart):  # a number on the host would be mixed with numbers on the device
-            there = policy.device or (None if part.value.dim() else policy.home)
+            there = planned.device or (None if part.value.dim() else home)
             into[part.first] = _keeper(out, k, None if part.on_host else there)
         else:
             filler = Filler(made[k])
@@ -345,14 +310,16 @@ def _place(
         for part, sharded in zip(parts, made, strict=True):
             if isinstance(part, ShardedPart):
                 settle(sharded)
-        equalize([out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)], policy.mesh.all)
-    return tree.unflatten(treedef, out)
+        replicated = [out[k] for k, part in enumerate(parts) if isinstance(part, ReplicatedPart)]
+        equalize(replicated, planned.partition.mesh.all)
+    return tree.unflatten(planned.treedef, out)
 
 
-def _allocate(policy: ShardPolicy, part: ShardedPart, scratch: Store | None) -> Sharded:
-    device = policy.device or part.device
+def _allocate(planned: _Plan, part: ShardedPart, scratch: Store | None) -> Sharded:
+    device = planned.device or part.device
     device = torch.device("cpu") if device is None or device.type == "meta" else device
-    return allocate(part.spec, device, part.is_params and part.spec.has_copies, part.storages, scratch, part.name)
+    cached = part.is_params and part.spec.has_copies
+    return allocate(part.spec, part.storages, device, cached=cached, scratch=scratch, name=part.name)
 
 
 def _keeper(out: list[Any], k: int, device: torch.device | None) -> Callable[[Tensor], None]:

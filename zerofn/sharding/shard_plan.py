@@ -1,25 +1,22 @@
-"""Decide what becomes of every leaf of a state: pure functions of the state and a policy. `allocate` carries it out."""
+"""Decide what becomes of every leaf of a state: pure functions of it and a `Partition`. `allocate` carries it out."""
 
 from __future__ import annotations
 
 import functools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.mesh import Mesh
-from ..geometry.cuts import Cut, local_shape
-from ..geometry.layout import Layout, LeafInfo, make_layout
+from ..geometry.layout import Layout, LeafInfo, Unit, make_layout
 from ..geometry.overlaps import makes_up
-from ..offload.policy import Offload, check_memory, of_units
-from ..ops.codecs import PLAIN, SPLIT, Codec
-from ..util.arguments import told
+from ..offload.policy import check_memory, of_units
+from ..ops.codecs import MASTERS, PLAIN, Codec
 from ..util.errors import nearest
 from .partition import Partition
 from .precision import Precision
@@ -27,23 +24,10 @@ from .spec import Spec
 from .state_tree import is_state, layout_like, params_of, signature_of, sublayouts
 from .storage import Placement, StorageSpec
 
-STAGES = (0, 1, 2, 3)
-
-
 _ON_HOST = (
     "step",
     "rng",
 )  # of a TrainState: they seed draws on the host; on a device each would cost a synchronisation
-
-
-def check_stage(stage: Any) -> None:
-    """Raise `ValueError` for an unknown stage."""
-    if stage not in STAGES or isinstance(stage, bool):
-        near = nearest(stage, STAGES, 1, 0.0)
-        raise ValueError(
-            f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-            f"{f'; did you mean {near[0]}?' if near else '.'}"
-        )
 
 
 @dataclass(frozen=True)
@@ -67,47 +51,18 @@ class ReplicatedPart:
     on_host: bool
 
 
-@dataclass(frozen=True)
-class ShardPolicy:
-    """The arguments of `shard`, resolved.
-
-    `partition`: over which ranks units are cut. `unit`: leaf name -> unit name. `device`: where shards are
-    stored, None for where the parameters are. `home`: where the model computes. `cuts`: of leaves, by name.
-    """
-
-    stage: int
-    partition: Partition
-    precision: Precision
-    unit: Callable[[str], str] | None
-    device: torch.device | None
-    offload: Offload
-    home: torch.device
-    cuts: Mapping[str, tuple[Cut, ...]]
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks, and what each axis of them shares."""
-        return self.partition.mesh
-
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[Cut, ...]]:
-        """Return the shape of this rank's slice of a leaf, and its cuts."""
-        cuts = self.cuts.get(name, ())
-        return local_shape(shape, cuts, self.mesh), cuts
-
-    def spec(self, layout: Layout, halves: bool = False) -> Spec:
-        """Return the spec of a `Sharded` with this layout."""
-        return Spec(layout, self.partition, self.stage, self.precision, halves)
-
-
-def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
+def plan_state(
+    state: Any, partition: Partition, unit_of: Callable[[str], str] | None = None
+) -> tuple[list[ShardedPart | ReplicatedPart], tree.PyTreeSpec]:
     """Return the plan of every subtree, in the state's order, and the treedef that puts them together again.
+    `partition`: of the parameters. `unit_of`: leaf name -> unit name.
 
     Raises `ValueError` for parameters that are no container, and for moments whose format cannot hold their dtype.
     """
     states = _nodes(state, is_state)
-    check_cuts([params_of(x) for x in states.values()], policy)
-    layouts = [params_layout(x, policy) for x in states.values()]
-    known = {signature_of(part): part for layout in layouts for part in sublayouts(layout, policy.spec(layout))}
+    check_cuts([params_of(x) for x in states.values()], partition)
+    layouts = [params_layout(x, partition, unit_of) for x in states.values()]
+    known = {signature_of(part): part for layout in layouts for part in sublayouts(layout)}
     masters = {x.dtype for s in states.values() for x in tree.leaves(params_of(s)) if x.is_floating_point()}
     formats = moment_storage(state)
 
@@ -124,20 +79,18 @@ def plan_state(state: Any, policy: ShardPolicy) -> tuple[list[ShardedPart | Repl
             first += 1
             continue
         is_params = last == "params" and path[:-1] in states
-        how = next((found for above, found in formats.items() if path[: len(above)] == above), None)
-        leaves = tree.leaves(node)
-        storages = []
-        for unit in layout.units:
-            dtype = public_dtype([leaves[x.index].dtype for x in unit.leaves], masters, policy.precision)
-            storages.append(storage_of(name, dtype, is_params, how, policy.precision))
-        storages = place(layout, storages, is_params, policy)
+        codec, asked = next((x for above, x in formats.items() if path[: len(above)] == above), (PLAIN, None))
+        own, leaves = partition if is_params else partition.beside(codec), tree.leaves(node)
+        of_leaves = [[leaves[x.index].dtype for x in unit.leaves] for unit in layout.units]
+        dtypes = [asked or public_dtype(x, masters, partition.precision) for x in of_leaves]
+        storages = storages_of(name, layout.units, dtypes, own)
         device = leaves[0].device if leaves else None
-        parts.append(ShardedPart(name, policy.spec(layout, is_params), first, device, storages, is_params))
+        parts.append(ShardedPart(name, Spec(layout, own), first, device, storages, is_params))
         first += len(leaves)
     return parts, treedef
 
 
-def params_layout(state: Any, policy: ShardPolicy) -> Layout:
+def params_layout(state: Any, partition: Partition, unit_of: Callable[[str], str] | None) -> Layout:
     """Return the layout of the parameters of a container that `is_state`. Raises `ValueError` if there are none."""
     params = params_of(state)
     if isinstance(params, Tensor) or not tree.leaves(params):
@@ -147,23 +100,26 @@ def params_layout(state: Any, policy: ShardPolicy) -> Layout:
         )
     frozen, about = getattr(state, "frozen", None), getattr(getattr(state, "tx", None), "about", None)
     label = getattr(about, "label", None)
-    axis, shared = policy.partition.over(experts=False), policy.partition.shared_over
+    axis, shared = partition.over(experts=False), partition.shared_over
     return make_layout(
         params,
         axis.size,
         axis=axis.name,
-        of_experts=policy.partition.over(experts=True).size,
+        of_experts=partition.over(experts=True).size,
         replicas=shared.size if shared else 1,
-        unit=policy.unit,
-        dtype=policy.precision.param,
-        slice_of=policy.slice_of,
+        unit=unit_of,
+        dtype=partition.precision.param,
+        slice_of=partition.slice_of,
         trainable=(lambda name: not frozen(name)) if frozen else lambda name: True,
         label=(lambda name, leaf: label(LeafInfo(name, tuple(leaf.shape), leaf.dtype))) if label else lambda *_: (),
     )
 
 
-def check_offload(offload: Offload, cuts: Sequence[ShardedPart], home: torch.device) -> None:
+def check_offload(partition: Partition, cuts: Sequence[ShardedPart]) -> None:
     """Raise `ValueError` if there is nothing to offload, and `MemoryError` if it does not fit into host memory."""
+    offload = partition.tier
+    if not (offload.optimizer or offload.params):
+        return
     if not any(storage.placement for cut in cuts for storage in cut.storages):
         raise ValueError(
             f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
@@ -174,34 +130,25 @@ def check_offload(offload: Offload, cuts: Sequence[ShardedPart], home: torch.dev
         for unit, storage in zip(cut.spec.layout.units, cut.storages, strict=True):
             for k, (dtype, size, tier) in enumerate(storage.parts(unit.size // cut.spec.num_shards(unit))):
                 what = "parameters" if cut.is_params and k == 0 else "optimizer"
-                kept[f"{what} on {tier or home.type}"] += size * dtype.itemsize
+                kept[f"{what} on {tier or partition.home.type}"] += size * dtype.itemsize
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
-def given_cuts(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:
-    """Return the cuts of every leaf, by name."""
-    found = {name: (x,) if isinstance(x, Cut) else x for name, x in (cuts or {}).items()}
-    for name, x in found.items():
-        if not isinstance(name, str) or not isinstance(x, list | tuple) or not all(isinstance(y, Cut) for y in x):
-            raise TypeError(f"shard: cuts must be as zerofn.parallel.tensor returns them, got {told(x)} for {name!r}.")
-    return {name: tuple(x) for name, x in found.items()}
-
-
-def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
+def check_cuts(trees: Sequence[Any], partition: Partition) -> None:
     """Raise `ValueError` for a cut of a leaf that is not there or has another shape, for an axis that is not there, for
     slices that are not a partition, and for an axis of slices that no leaf is cut over.
     """
     shapes = {
         tree.name_of(p): tuple(x.shape) for t in trees for p, x in zip(*tree.flatten_with_path(t)[:2], strict=True)
     }
-    for name, cuts in policy.cuts.items():
+    for name, cuts in partition.cuts.items():
         if name not in shapes:
             near = nearest(name, shapes)
             raise ValueError(
                 f"shard: cuts has {name!r}, and no parameter is called so{f'; {near[0]!r} is' if near else ''}."
             )
         for cut in cuts:
-            axis, shape = policy.mesh.axis(cut.axis), shapes[name]
+            axis, shape = partition.mesh.axis(cut.axis), shapes[name]
             if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size or len(cut.slices) != axis.size:
                 raise ValueError(
                     f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim "
@@ -212,8 +159,8 @@ def check_cuts(trees: Sequence[Any], policy: ShardPolicy) -> None:
                     f"shard: the slices {cut.slices} of {name!r} do not make up its {cut.size} elements along dim "
                     f"{cut.dim}, each in one of them; write zerofn.parallel.tensor(model, mesh) for cuts that do."
                 )
-    used = {cut.axis for cuts in policy.cuts.values() for cut in cuts}
-    idle = [axis for axis in policy.mesh.slices if axis.name not in used]
+    used = {cut.axis for cuts in partition.cuts.values() for cut in cuts}
+    idle = [axis for axis in partition.mesh.slices if axis.name not in used]
     if idle:
         kind = idle[0].kind
         how = f"{kind.own_cuts}, or {kind.cuts} for a model of transformers" if kind.own_cuts else kind.cuts
@@ -231,38 +178,34 @@ def public_dtype(dtypes: Iterable[torch.dtype], masters: set[torch.dtype], preci
     return precision.param if precision.param is not None and own in masters else own
 
 
-def storage_of(
-    name: str, dtype: torch.dtype, is_params: bool, how: tuple[Codec, torch.dtype | None] | None, precision: Precision
-) -> StorageSpec:
-    """Return how a shard is stored, in any tier. `how`: the codec and dtype that a moment format asks for.
+def storages_of(
+    name: str, units: Sequence[Unit], dtypes: Sequence[torch.dtype], partition: Partition
+) -> list[StorageSpec]:
+    """Return how the shards of units are stored, and in which tier each of their parts. `dtypes`: the public ones.
 
-    Raises `ValueError` for a codec that cannot hold `dtype`.
+    What has no elements has no tier. Raises `ValueError` for a codec that cannot hold a dtype.
     """
-    if how is None:
-        return StorageSpec(SPLIT if is_params and precision.splits(dtype) else PLAIN, dtype)
-    codec, asked = how
-    dtype = asked or dtype
-    if codec.holds not in (None, dtype):
-        held, given = (str(x).removeprefix("torch.") for x in (codec.holds, dtype))
-        raise ValueError(
-            f"shard: {name!r} is to be kept{codec.note}, which hold {held}, and the parameters are {given}; write "
-            "precision='fp32', or leave moments out."
-        )
-    return StorageSpec(codec, dtype)
-
-
-def place(layout: Layout, storages: list[StorageSpec], is_params: bool, policy: ShardPolicy) -> list[StorageSpec]:
-    """Return the storages with the tier of each part: the first part of parameters in the parameters' tier, all else
-    in the optimizer's. Nothing has no tier.
-    """
-    out, sizes = [], [u.size for u in layout.units]
-    for storage, offload, size in zip(storages, of_units(policy.offload, sizes), sizes, strict=True):
-        first = offload.params if is_params else offload.optimizer
-        tiers = (first, *[offload.optimizer] * (storage.num_parts - 1))
+    out, sizes = [], [u.size for u in units]
+    for dtype, offload, size in zip(dtypes, of_units(partition.tier, sizes), sizes, strict=True):
+        codec = _codec_of(name, dtype, partition.codec)
+        tiers = (offload.params, *[offload.optimizer] * (len(codec.parts) - 1))
         paths = tuple(offload.paths) if "nvme" in tiers else ()
-        placement = Placement(tiers, paths, str(policy.home), offload.update) if any(tiers) and size else None
-        out.append(replace(storage, placement=placement))
+        placement = Placement(tiers, paths, str(partition.home), offload.update) if any(tiers) and size else None
+        out.append(StorageSpec(codec, dtype, placement))
     return out
+
+
+def _codec_of(name: str, dtype: torch.dtype, codec: Codec) -> Codec:
+    """Return the codec of a shard: parameters that have no halves are stored plainly."""
+    if codec.holds in (None, dtype):
+        return codec
+    if codec in MASTERS:
+        return PLAIN
+    held, given = (str(x).removeprefix("torch.") for x in (codec.holds, dtype))
+    raise ValueError(
+        f"shard: {name!r} is to be kept{codec.note}, which hold {held}, and the parameters are {given}; write "
+        "precision='fp32', or leave moments out."
+    )
 
 
 def moment_storage(state: Any) -> dict[tree.Path, tuple[Codec, torch.dtype | None]]:
@@ -280,11 +223,10 @@ def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:
     return {path: x for path, x in zip(treedef.paths(), nodes, strict=True) if wanted(x)}
 
 
-def description(
-    stage: int, precision: Precision, partition: Partition, parts: list[ShardedPart | ReplicatedPart]
-) -> str:
+def description(partition: Partition, parts: list[ShardedPart | ReplicatedPart]) -> str:
     """Describe what ranks must agree about, one line each, so that a difference can be shown."""
-    lines = [f"stage {stage}{f', and over {partition.again.name}' if partition.again else ''}, {precision}"]
+    again = f", and over {partition.again.name}" if partition.again else ""
+    lines = [f"stage {partition.stage}{again}, {partition.precision}"]
     for part in parts:
         if isinstance(part, ReplicatedPart):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")

@@ -36,18 +36,25 @@ class StoredShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """The static part of a `Sharded`. Equal specs have equal layouts: dtype, stage and rank do not count."""
+    """The static part of a `Sharded`. Equal specs have equal layouts: what is stored where does not count."""
 
     layout: Layout
     partition: Partition = field(compare=False)
-    stage: int = field(compare=False)
-    precision: Precision = field(compare=False)
-    halves: bool = field(default=False, compare=False)  # for parameters: whether they are stored as split masters
 
     @property
     def mesh(self) -> Mesh:
         """The ranks, and what each axis of them shares."""
         return self.partition.mesh
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes of parameters, and the wire codec."""
+        return self.partition.precision
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO."""
+        return self.partition.stage
 
     @property
     def axis(self) -> str:
@@ -69,14 +76,14 @@ class Spec:
         the copy does, which is gathered along `copied_over`.
         """
         axes = () if self.num_shards(unit) == 1 else self.partition.axes(unit.of_experts)
-        copied = self.partition.copied_over(self.stage, unit.of_experts) if from_copy else None
+        copied = self.partition.copied_over(unit.of_experts) if from_copy else None
         return tuple(axis for axis in axes if axis != copied)
 
     def copied_over(self, unit: Unit) -> Axis | None:
         """Return the axis along which shards become the copy that parameters hold beside them; None if they hold none,
         or nothing of the unit. See `Partition`.
         """
-        return self.partition.copied_over(self.stage, unit.of_experts) if unit.size else None
+        return self.partition.copied_over(unit.of_experts) if unit.size else None
 
     def codec_of(self, unit: Unit, stored: torch.dtype) -> str:
         """Return the codec by which a unit stored as `stored` is gathered, and rounded at stage 0; "" for none."""
@@ -90,11 +97,6 @@ class Spec:
     def has_copies(self) -> bool:
         """Whether parameters hold such a copy."""
         return any(self.copied_over(unit) for unit in self.layout.units)
-
-    @property
-    def shared_over(self) -> Axis | None:
-        """The ranks that have the same shards as this one, with other rows of the batch; None if there are none."""
-        return self.partition.shared_over
 
     @property
     def rows(self) -> tuple[Axis, ...]:
@@ -121,7 +123,7 @@ class Spec:
 
     def num_shards(self, unit: Unit) -> int:
         """Return the number of parts that a unit is stored in: 1 at stage 0."""
-        return 1 if self.stage == 0 else unit.num_shards
+        return unit.num_shards if self.partition.shard_over else 1
 
     @property
     def is_whole(self) -> bool:

@@ -13,7 +13,6 @@ from ..geometry.layout import Layout, restrict
 from ..util.constants import special_values
 from .precision import Precision
 from .sharded import is_sharded
-from .spec import Spec
 
 
 def _signature(x: Any) -> Any:
@@ -44,7 +43,7 @@ def signature_of(layout: Layout) -> Any:
     return layout.treedef, tuple(leaf.whole for leaf in layout.leaves)
 
 
-def sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
+def sublayouts(layout: Layout) -> Iterable[Layout]:
     """Return the layouts a subtree of the state may have: parts of `params`, its trainable part, `params` itself."""
     whole = tree.unflatten(layout.treedef, list(range(layout.treedef.num_leaves)))
     if isinstance(whole, Mapping):
@@ -54,7 +53,7 @@ def sublayouts(layout: Layout, spec: Spec) -> Iterable[Layout]:
                     yield layout.subset(str(key))
                 except KeyError:
                     continue  # it shares a unit with its neighbour, so nothing can have its layout
-    yield spec.trainable.layout
+    yield restrict(layout, lambda unit, _: unit.trainable)
     yield layout
 
 

@@ -22,7 +22,7 @@ from ..job.failures import group_named
 from .spec import Spec
 
 
-def gather_unit(spec: Spec, unit: Unit, x: Tensor, codec: str = "", from_copy: bool = False) -> Tensor:
+def gather_unit(spec: Spec, unit: Unit, x: Tensor, codec: str = "", *, from_copy: bool = False) -> Tensor:
     """Return the whole unit, flat: [..., shard] on each rank -> [..., unit.size].
 
     `codec`: in which form it is sent (`comm.wire`). What is on every rank already is rounded as if it was sent.
@@ -37,7 +37,7 @@ def gather_unit(spec: Spec, unit: Unit, x: Tensor, codec: str = "", from_copy: b
 
 
 def gather_in_place(
-    whole: Any, axis: Axis, unit: Unit, codec: str = "", call: Callable[..., Any] = lambda op, *args: op(*args)
+    whole: Any, axis: Axis, unit: Unit, codec: str = "", *, call: Callable[..., Any] = lambda op, *args: op(*args)
 ) -> None:
     """Start an all-gather over the ranks of an axis into `whole` [size * s], in which each has its own part already:
     the whole unit, or a part of it that parameters hold as a copy. `call`: what runs an operation, or writes it down.
@@ -52,7 +52,7 @@ def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
         (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
-        if spec.shared_over:
+        if spec.partition.shared_over:
             shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
     if axis.size > 1 and spec.num_shards(unit) == 1:

@@ -282,7 +282,7 @@ class _Work:
 
     def _late(self) -> bool:
         """Return whether gradients accumulate unsharded and are reduced once a step, as at stages 0 and 1."""
-        late = all(x.spec.stage <= 1 for x in self.nodes if is_sharded(x))
+        late = all(x.spec.partition.late for x in self.nodes if is_sharded(x))
         return late if self.vg.reduces is None else self.vg.reduces == "step"
 
     def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
