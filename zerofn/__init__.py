@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointError, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
     from .collectives import same
+    from .comm.current_mesh import rank, world_size
     from .comm.mesh import Mesh
-    from .comm.present import rank, world_size
     from .compile import compile
     from .cost.calibrate import this_machine
     from .cost.machine import Machine
@@ -65,7 +65,7 @@ _WHERE = {
         ("CheckpointError", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"), "checkpoint"
     ),
     **dict.fromkeys(("all_finite", "first_nonfinite", "global_norm", "leaf_norms", "vdot"), "sharded_math.reductions"),
-    **dict.fromkeys(("rank", "world_size"), "comm.present"),
+    **dict.fromkeys(("rank", "world_size"), "comm.current_mesh"),
     **dict.fromkeys(("export_dcp", "load_dcp"), "interop.dcp"),
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),

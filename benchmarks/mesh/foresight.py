@@ -123,7 +123,7 @@ def measured(model: str, sizes: dict[str, int], stage: int, method: str) -> dict
     from benchmarks.common import measure
     from zerofn import tree
     from zerofn.comm.axes import BETWEEN
-    from zerofn.comm.lines import axes_along
+    from zerofn.comm.mesh_groups import axes_along
     from zerofn.comm.transport import SentBytes
     from zerofn.job.in_flight import pending
     from zerofn.util.process import the

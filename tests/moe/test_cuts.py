@@ -10,8 +10,8 @@ from tests.moe.test_compiled import ALL, OPTIONS, SOME, STEPS, TOKENS, WIDTH, ov
 from tests.support.plain_moe import plain_layer
 from tests.support.same import assert_same_trees
 from zerofn import collectives, moe, optim
+from zerofn.comm.current_mesh import axes_of
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.present import axes_of
 from zerofn.geometry.cuts import equal
 
 EXPERTS = 6

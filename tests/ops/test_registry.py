@@ -12,7 +12,7 @@ from zerofn import tree
 from zerofn._torch_compat import TorchDispatchMode, storage_key
 from zerofn.capture.capture import CaptureError
 from zerofn.ops.registry import UNKNOWN, OnShard, Traits, argument_places, define, traits_of, written_arguments
-from zerofn.util.nested import tensors_in
+from zerofn.util.nested_arguments import tensors_in
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 

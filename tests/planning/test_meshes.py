@@ -15,8 +15,8 @@ from benchmarks.mesh.float64_models import build as build_llama
 from tests.support.small_steps import WIDTH, batch_of, build, step_with, train_step_of, unit_of
 from zerofn import optim
 from zerofn.comm.axes import BETWEEN
-from zerofn.comm.lines import axes_along
 from zerofn.comm.mesh import Mesh
+from zerofn.comm.mesh_groups import axes_along
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.job.in_flight import pending

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from tests.support import runtimes
 from tests.support.fork_server import Forked, ForkServer
-from zerofn.comm.meshes import Meshes
+from zerofn.comm.known_meshes import Meshes
 from zerofn.util.process import instead
 
 # What a rank would import for its first step, and for its first model: a thousand modules, in seconds.

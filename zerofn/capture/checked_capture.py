@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.present import axes_of
+from ..comm.current_mesh import axes_of
 from ..graph.program import Program
 from ..graph.same_graph import outline
 from ..sharding.sharded import is_sharded, mesh_among

@@ -18,7 +18,7 @@ from ..graph.nested import graphs_of
 from ..graph.node_kinds import traits
 from ..graph.program import Program
 from ..graph.source_lines import line_behind
-from ..util.nested import with_tensors
+from ..util.nested_arguments import with_tensors
 from .capture import CaptureError
 
 

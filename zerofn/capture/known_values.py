@@ -22,7 +22,7 @@ from torch.fx.node import map_aggregate
 from .._torch_compat import FakeTensor, OpOverload, current_trace, node_of, plain_dispatch
 from ..graph.alias import sources, writes
 from ..ops.registry import EMPTY, FILLS, OnShard, traits_of
-from ..util.nested import tensors_in, with_tensors
+from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.patches import Patches, Replacement
 from .host_checks import passing_answer
 

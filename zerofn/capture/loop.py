@@ -20,7 +20,7 @@ from .._torch_compat import (
     trace_inner,
 )
 from ..graph.nested import fold, repeat, stack_of
-from ..util.nested import tensors_in, with_tensors
+from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.patches import autocast_cache
 
 # body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.

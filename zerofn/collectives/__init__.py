@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
 from ..comm.axes import in_batch
+from ..comm.current_mesh import axis_of as _axis
+from ..comm.current_mesh import present
 from ..comm.mesh import Axis, Mesh
-from ..comm.present import axis_of as _axis
-from ..comm.present import present
 from ..util.arguments import checked
 from .averaged import check_psum
 from .maps import AllGather, AllReduce, CheckedSame, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Vary

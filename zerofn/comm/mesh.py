@@ -23,7 +23,7 @@ from ..util.errors import nearest
 from ..util.process import the
 from .axes import BETWEEN, KINDS, USUAL, AxisKind, kind_of
 from .groups import ProcessGroups
-from .meshes import Meshes
+from .known_meshes import Meshes
 
 FAKE = "fake machine, "  # begins the name of a group that is only planned for; the names of its axes follow
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from ..comm.axes import BETWEEN
-from ..comm.lines import axes_along, crosses
 from ..comm.mesh import Mesh
+from ..comm.mesh_groups import axes_along, crosses
 from ..graph.node_kinds import argument, arguments, traits
 from ..ops.registry import Lane
 from .machine import Machine, hops

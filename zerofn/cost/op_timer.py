@@ -19,7 +19,7 @@ from ..graph.liveness import complete_values, tensors_of, values_of
 from ..graph.nested import call_of, is_nested
 from ..graph.node_kinds import is_ours, traits
 from ..runtime.executor import callable_of
-from ..tracing.invented import takes_any_values
+from ..tracing.invented_values import takes_any_values
 from .machine import Machine
 from .op_cost import groups_of, moved, touched_bytes
 from .simulator import Cost, roofline

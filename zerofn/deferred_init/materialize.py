@@ -20,8 +20,8 @@ import torch
 from .. import tree
 from .._torch_compat import FakeTensor
 from .call_log import BufferView, LoggedCall, closure, known
-from .described import described
 from .record import Recorder, recording
+from .recording_text import described
 
 Flatten = Callable[[Any], tuple[list[Any], Any]]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .deferred_values import Done, Later, Traced, combined, has_later, is_traced, number_of, refuse
-from .recorders import is_recorder
+from .recording_containers import is_recorder
 
 
 class Asks(TorchFunctionMode):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from .recorders import CHANGES
+from .recording_containers import CHANGES
 
 _NUMBERS = {"float", "int", "round", "abs", "max", "min", "sum"}
 _MODULES = {"math", "np", "numpy", "statistics"}

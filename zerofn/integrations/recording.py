@@ -31,7 +31,7 @@ from .deferred_values import (
     taken_from,
     text_of,
 )
-from .recorders import ALL, Path, is_recorder, kind_of, known_of, recorder
+from .recording_containers import ALL, Path, is_recorder, kind_of, known_of, recorder
 
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Attributes: the names of those whose changes between steps lead to no other capture, and of those whose changes do.

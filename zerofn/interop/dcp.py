@@ -16,7 +16,7 @@ from torch import Tensor
 import zerofn
 
 from ..util.arguments import checked
-from .adam import names_of, params_of, with_moments
+from .adam_moments import names_of, params_of, with_moments
 
 
 @checked()

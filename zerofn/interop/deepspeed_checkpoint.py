@@ -24,7 +24,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 import zerofn
 
 from ..util.arguments import checked
-from .adam import MOMENTS, names_of, params_of, with_moments
+from .adam_moments import MOMENTS, names_of, params_of, with_moments
 from .tensor_pieces import Pieces, cut, first, numel
 from .torch_files import Count, Each, FlatTensor, Named, Numbered, check_file, check_values
 

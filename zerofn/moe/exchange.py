@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import tree
 from ..collectives import all_to_all
+from ..comm.current_mesh import axis_of
 from ..comm.mesh import Axis
-from ..comm.present import axis_of
 from ..util.arguments import checked
 from .routing import Routing
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..comm.current_mesh import current_mesh
 from ..comm.mesh import Axis, Mesh
-from ..comm.present import current_mesh
 from ..random import fold_in
 from ..random.draws import fold_in_rank
 from ..util.arguments import checked

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_reduce
+from ..comm.current_mesh import axis_of
 from ..comm.mesh import Axis
-from ..comm.present import axis_of
 from ..util.arguments import checked
 
 

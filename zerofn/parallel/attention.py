@@ -19,8 +19,8 @@ from torch import Tensor
 from ..collectives import permute
 from ..collectives.maps import Exchange, Linear
 from ..comm.axes import CONTEXT
+from ..comm.current_mesh import axis_of, works_by_rank
 from ..comm.mesh import Axis
-from ..comm.present import axis_of, works_by_rank
 from ..training.remat import remat
 from ..util.arguments import checked
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..collectives.maps import Linear, Psum, rows_over
 from ..comm.axes import TENSOR
+from ..comm.current_mesh import axis_of
 from ..comm.mesh import Axis
-from ..comm.present import axis_of
 from ..geometry.cuts import equal
 from ..util.arguments import checked
 from .sequence import shifted

@@ -15,8 +15,8 @@ from .._torch_compat import storage_key
 from ..capture.capture import CaptureError
 from ..capture.checked_capture import captured
 from ..comm.axes import KINDS
+from ..comm.current_mesh import as_rank, unlike_work
 from ..comm.mesh import Mesh
-from ..comm.present import as_rank, unlike_work
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..geometry.cuts import Cut

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import tree
 from .._torch_compat import current_trace
 from ..comm.axes import USUAL
+from ..comm.known_meshes import Meshes
 from ..comm.mesh import Axis, Mesh
-from ..comm.meshes import Meshes
 from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run

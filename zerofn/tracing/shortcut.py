@@ -38,7 +38,7 @@ from .._torch_compat import (
 )
 from ..ops import ctc  # noqa: F401  (defines what it replaces)
 from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS
-from ..util.nested import tensors_in
+from ..util.nested_arguments import tensors_in
 from .fake_kernels import see_views_of_zeros
 from .grad_mode import noted_grad_mode, with_grad_mode
 from .strides import is_suspect, real_strides

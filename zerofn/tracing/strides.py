@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import FakeTensor, below_autograd, outside_trace, without_dispatch_modes
-from ..util.nested import tensors_in, with_tensors
-from .invented import takes_any_values
+from ..util.nested_arguments import tensors_in, with_tensors
+from .invented_values import takes_any_values
 
 _KEPT = 16  # sizes up to here stay: kernels of a convolution, groups
 _MOST = 1 << 22  # elements of all arguments together, for a trial at full size

@@ -19,8 +19,8 @@ from ..capture.loop import loop
 from ..capture.unused import note_gradients
 from ..collectives.maps import heard_transfers, sum_over
 from ..comm.axes import in_batch
+from ..comm.current_mesh import axes_of
 from ..comm.mesh import Axis, Mesh
-from ..comm.present import axes_of
 from ..geometry.leaf_choices import ask_names, check_effect, is_learned
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness

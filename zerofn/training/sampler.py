@@ -7,8 +7,8 @@ from typing import Any
 import torch  # noqa: F401  (for the example)
 from torch.utils.data import DistributedSampler
 
+from ..comm.current_mesh import present
 from ..comm.mesh import Mesh
-from ..comm.present import present
 from ..util.arguments import checked, told
 
 

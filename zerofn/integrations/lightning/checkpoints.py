@@ -15,7 +15,7 @@ from torch.serialization import set_default_mmap_options
 
 import zerofn
 
-from ...interop.adam import with_moments as place
+from ...interop.adam_moments import with_moments as place
 from ..live_module import LiveParameter
 
 _MARK = "zerofn: a parameter of the state"

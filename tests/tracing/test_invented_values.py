@@ -12,8 +12,8 @@ from tests.support.op_samples import OPERATIONS, samples
 from zerofn import optim
 from zerofn._torch_compat import FakeTensorMode, TorchDispatchMode
 from zerofn.tracing import strides
-from zerofn.tracing.invented import is_defined, takes_any_values
-from zerofn.util.nested import tensors_in, with_tensors
+from zerofn.tracing.invented_values import is_defined, takes_any_values
+from zerofn.util.nested_arguments import tensors_in, with_tensors
 
 aten = torch.ops.aten
 LSTMS = {

@@ -8,8 +8,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.small_steps import fake_ranks
 from zerofn import collectives, optim
+from zerofn.comm.current_mesh import as_rank, axes_of, rank, unlike_work, works_by_rank, world_size
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.present import as_rank, axes_of, rank, unlike_work, works_by_rank, world_size
 from zerofn.geometry.cuts import equal
 
 ROWS, TOKENS, WIDTH = 8, 4, 8

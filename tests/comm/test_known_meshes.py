@@ -3,8 +3,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerofn
 from tests.support.small_steps import fake_ranks
+from zerofn.comm.known_meshes import Meshes
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.meshes import Meshes
 from zerofn.util.process import the
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch.distributed as dist
 
-from zerofn.comm.lines import axes_along, crosses
 from zerofn.comm.mesh import FAKE, Mesh
+from zerofn.comm.mesh_groups import axes_along, crosses
 
 SIZES = {"replicate": 2, "data": 3, "tensor": 4}
 

@@ -8,8 +8,8 @@ from contextvars import ContextVar
 
 from ..util.arguments import checked
 from ..util.process import the
+from .known_meshes import Meshes
 from .mesh import Axis, Mesh
-from .meshes import Meshes
 
 _current: ContextVar[Mesh | None] = ContextVar("current_mesh", default=None)
 _unlike: ContextVar[set[str] | None] = ContextVar("axes_of_unlike_work", default=None)

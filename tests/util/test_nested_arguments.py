@@ -3,7 +3,7 @@
 import torch
 from torch.utils._pytree import tree_leaves
 
-from zerofn.util.nested import tensors_in, with_tensors
+from zerofn.util.nested_arguments import tensors_in, with_tensors
 
 A, B, C, D = (torch.full((2,), float(k)) for k in range(4))
 ARGUMENTS = ((A, [B, None, (1, "x", [C])], 2.5), {"out": D, "sizes": torch.Size([2])})
