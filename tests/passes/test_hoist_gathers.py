@@ -23,7 +23,9 @@ from zerofn.comm.transport import SentBytes
 from zerofn.cost.op_cost import READ, SENT, transfers
 from zerofn.graph.nested import calls, graphs_of
 from zerofn.passes import standard
-from zerofn.passes.budget.decision import Choice, choose
+from zerofn.passes._context import context_of
+from zerofn.passes.budget.decision import Choice
+from zerofn.passes.budget.search import graphs
 from zerofn.passes.hoist_gathers import hoist_gathers, hoistable
 from zerofn.util.process import the
 
@@ -32,9 +34,9 @@ def choose_first(num):
     """A pass that decides on the first gathers of every body."""
 
     def decide(program):
-        for gm in graphs_of(program.gm):
-            for _, call in calls(gm):
-                choose(call.body, Choice(hoisted=frozenset(x.name for x in list(hoistable(call))[:num])))
+        found = {call.body: list(hoistable(call))[:num] for gm in graphs_of(program.gm) for _, call in calls(gm)}
+        choices = [Choice(hoisted=frozenset(x.name for x in found.get(gm, ()))) for gm in graphs(program.gm)]
+        program.context = context_of(program).decided(graphs(program.gm), choices)
 
     return decide
 

@@ -267,7 +267,7 @@ def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
     PIPELINE.prepare(program)
     gm = program.gm
-    assert stays(gm.graph) and not list(search._offloads(gm, positions(gm.graph), [], set()))
+    assert stays(gm.graph) and not list(search._offloads(gm, program.context.lanes(), positions(gm.graph), [], set()))
 
 
 def test_one_way_is_enough_for_a_value():
@@ -280,17 +280,19 @@ def test_one_way_is_enough_for_a_value():
 
 def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeypatch):
     with LINK():
-        gm = prepared().gm
+        program = prepared()
+        gm, lanes = program.gm, program.context.lanes()
         where = positions(gm.graph)
-        again = {x.of: x.seconds for x in search._activations(gm, Segments(gm.graph), where)}
+        again = {x.of: x.seconds for x in search._activations(lanes, Segments(gm.graph), where)}
         # As much as two activations' transfers take.
-        away = 2.5 * simulator.lanes_of(gm).seconds_of(UP, ACTIVATION) / search.HIDDEN
+        away = 2.5 * lanes.seconds_of(UP, ACTIVATION) / search.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
         take_seconds(monkeypatch, lambda node: away / num)
+        lanes = program.context.lanes()
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
         (gone,) = [x.memory for x in stays(gm.graph) if x.memory.name == computed[0].of]
-        assert computed[0].of not in {x.of for x in search._offloads(gm, where, computed, {gone})}
-        found = {x.of: x.seconds for x in search._offloads(gm, where, computed, set())}
+        assert computed[0].of not in {x.of for x in search._offloads(gm, lanes, where, computed, {gone})}
+        found = {x.of: x.seconds for x in search._offloads(gm, lanes, where, computed, set())}
     cheap = sorted(found, key=found.__getitem__)[:2]
     assert cheap == list(again)[:-3:-1]
     assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)

@@ -25,8 +25,8 @@ from zerofn.cost import simulator
 from zerofn.graph.alias import positions, roots, writes
 from zerofn.graph.nested import graphs_of
 from zerofn.graph.node_kinds import UPDATE, is_fetch, is_gather, wait_of
-from zerofn.passes._context import context_of
-from zerofn.passes.budget.decision import Choice, choose, order_of, set_order
+from zerofn.passes import Context
+from zerofn.passes.budget.decision import Choice, order_of
 from zerofn.passes.prefetch import Bound, early, prefetch, sources_in
 
 ops = torch.ops.zerofn
@@ -54,10 +54,7 @@ def test_transfers_start_in_the_order_that_another_rank_has():
 
     def order(choice, wanted=None):
         gm = lowered(*SCHEDULE[: SCHEDULE.index(prefetch)], num_layers=6)
-        choose(gm, choice)
-        if wanted is not None:
-            set_order(gm, wanted)
-        scheduled(gm)
+        prefetch(gm, Context(simulator.usual_for(gm), choice=choice, order=wanted))
         return order_of(gm)
 
     late = Choice(starts=frozenset())
@@ -108,14 +105,13 @@ def order(gm):
     ]
 
 
-def scheduled(gm):
-    prefetch(gm, context_of(gm))
+def scheduled(gm, machine=EVEN, **decided):
+    prefetch(gm, Context(machine, 2, **decided))
     return gm
 
 
-def placed(gm, machine=EVEN):
-    simulator.note_machine(gm, machine, 2)
-    return " ".join(order(scheduled(gm)))
+def placed(gm, machine=EVEN, **decided):
+    return " ".join(order(scheduled(gm, machine, **decided)))
 
 
 def test_a_gather_starts_as_soon_as_its_link_is_free_and_three_units_at_most_are_there(seconds):
@@ -142,7 +138,6 @@ def test_a_slow_link_is_never_left_idle(seconds):
 
 def test_gathers_that_computing_can_hide_are_hidden(seconds):
     gm = layered([100] * 6, num_ops=2)
-    simulator.note_machine(gm, EVEN, 2)
     on_demand = simulator.Lanes(EVEN, 2)
     on_demand.run(gm)
     run = simulator.Lanes(EVEN, 2)
@@ -152,20 +147,19 @@ def test_gathers_that_computing_can_hide_are_hidden(seconds):
 
 def test_starts_that_were_chosen(seconds):
     gm = layered([100] * 4, num_ops=2)
-    choose(gm, Choice(starts=frozenset({("gather2", "wait1"), ("gather3", "nowhere")})))
-    assert placed(gm) == "g0 w0 . . g1 g2 w1 . . w2 . . g3 w3 . ."
+    choice = Choice(starts=frozenset({("gather2", "wait1"), ("gather3", "nowhere")}))
+    assert placed(gm, choice=choice) == "g0 w0 . . g1 g2 w1 . . w2 . . g3 w3 . ."
 
 
 @pytest.mark.parametrize("limit", [100, 199, 200, 299, 300, 10**9])
 def test_a_limit_is_kept(seconds, limit):
     """A simulated run fills what is free, and nothing else."""
     gm = layered([25] * 5, num_ops=2)  # 100 bytes each
-    simulator.note_machine(gm, EVEN, 2)
     nodes, where = list(gm.graph.nodes), positions(gm.graph)
     level = np.zeros(len(nodes), dtype=np.int64)
     for gather in gathers(gm):
         level[where[gather] : where[users_of(gather)[-1]] + 1] += 100
-    found = early(gm, simulator.lanes_of(gm), sources_in(gm.graph), Bound(level, limit))
+    found = early(gm, simulator.Lanes(EVEN, 2), sources_in(gm.graph), Bound(level, limit))
     for start, at in found.starts.items():
         level[at : where[start]] += 100
     assert level.max() <= max(100, limit) and (limit < 200 or level.max() > 100)
@@ -206,7 +200,7 @@ def test_inside_a_loop_as_well():
     _, body = graphs_of(gm)
     with fake_ranks(2):
         for each in SCHEDULE:
-            each(body, context_of(body))
+            each(body, Context(EVEN, 2))
     assert len(gathers(body)) == 8 and not gathers(gm)
     assert num_alive(body) == 3
 

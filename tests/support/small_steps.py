@@ -192,9 +192,9 @@ def captured(step: Callable[..., Any], state: Any, batch: Any, *schedule: Callab
     program = capture(step, state, batch)
     for each in schedule:
         if each in SCHEDULE:
-            each(program.gm, context_of(program.gm))
+            each(program.gm, context_of(program))
         else:
-            each(program)
+            passes.Pass(each)(program)
     return program
 
 

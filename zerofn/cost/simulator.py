@@ -25,7 +25,7 @@ from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import call_of, calls
+from ..graph.nested import call_of
 from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
@@ -34,7 +34,6 @@ from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, flops, moved, touched_byt
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
-_KEY = "machine"  # a meta key of graph modules
 Cost = Callable[[Node], float]
 _NOTHING = (
     operator.getitem,
@@ -235,28 +234,7 @@ def roofline(machine: Machine) -> Cost:
     return cost
 
 
-def note_machine(gm: GraphModule, machine: Machine | None, world: int, mesh: Mesh | None = None) -> None:
-    """Note, for passes, the machine, the number of ranks and their mesh that will run a graph and the bodies in it.
-
-    `machine`: None for a typical one of its kind.
-    """
-    if machine is None:
-        inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
-        machine = usual(accelerated=not all(is_host(x.device) for x in inputs))
-    gm.meta[_KEY] = machine, world, mesh
-    for _, call in calls(gm):
-        note_machine(call.body, machine, world, mesh)
-
-
-def lanes_of(gm: GraphModule) -> Lanes:
-    """Return an empty run on the machine that was noted for a graph."""
-    if _KEY not in gm.meta:
-        note_machine(gm, None, 1)
-    machine, world, mesh = gm.meta[_KEY]
-    return Lanes(machine, world, mesh=mesh)
-
-
-def simulated(gm: GraphModule) -> Timeline:
-    """Simulate a step on the machine that was noted for its graph."""
-    lanes = lanes_of(gm)
-    return Timeline(gm, lanes.machine, lanes.world, mesh=lanes.mesh)
+def usual_for(gm: GraphModule) -> Machine:
+    """Return a typical machine with the kind of device on which a graph's inputs are."""
+    inputs = [x for n in gm.graph.nodes if n.op == "placeholder" for x in tensors_of(n.meta.get("val")) if x.dim()]
+    return usual(accelerated=not all(is_host(x.device) for x in inputs))

@@ -152,6 +152,7 @@ class Program:
     buffers: list[BufferSpec] = field(default_factory=list)  # static buffers, in which nodes have places
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
     budget: int | None = None  # bytes that the step may take on the device
+    context: Any = None  # `passes.Context`: where the step will run, and what was decided about memory
     outline: Outline | None = None  # as it was captured, to compare with another capture
     warning: str = ""  # what is refused as soon as there is more than one rank
     unused: list[str] = field(default_factory=list)  # parameters without a gradient

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 from torch.fx import GraphModule
 
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
-from ..cost.simulator import Lanes, lanes_of
-from .budget.decision import Choice, choice_of, order_of
+from ..cost.simulator import Lanes, Timeline, usual_for
+from ..graph.program import Program
+from .budget.decision import Choice
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Context:
 
     `machine`: the cost model of a node. `num_ranks` and `mesh`: of the step; the mesh of one rank is None. `choice`:
     the decisions about memory, whose names are those of the graph's nodes. `order`: of its transfers, where ranks must
-    take another rank's, see `prefetch`.
+    take another rank's, see `prefetch`. `bodies`: of the step, the contexts of the loops' bodies.
     """
 
     machine: Machine
@@ -27,13 +29,30 @@ class Context:
     mesh: Mesh | None = None
     choice: Choice = Choice()
     order: Sequence[int] | None = None
+    bodies: Mapping[GraphModule, Context] = field(default_factory=dict)
 
     def lanes(self) -> Lanes:
         """Return an empty run on the machine."""
         return Lanes(self.machine, self.num_ranks, mesh=self.mesh)
 
+    def timeline(self, gm: GraphModule) -> Timeline:
+        """Return a simulated step."""
+        return Timeline(gm, self.machine, self.num_ranks, mesh=self.mesh)
 
-def context_of(gm: GraphModule) -> Context:
-    """Return the context of a graph: of a typical machine with one rank, if nothing was noted for it."""
-    lanes = lanes_of(gm)
-    return Context(lanes.machine, lanes.world, lanes.mesh, choice_of(gm), order_of(gm))
+    def of(self, body: GraphModule) -> Context:
+        """Return the context of the body of a loop; nothing is decided about one that is not among `bodies`."""
+        return self.bodies.get(body) or Context(self.machine, self.num_ranks, self.mesh)
+
+    def decided(
+        self, graphs: Sequence[GraphModule], choices: Sequence[Choice], orders: Sequence[Sequence[int]] = ()
+    ) -> Context:
+        """Return the step's context with decisions for its graphs: the bodies, then the step itself."""
+        plain = Context(self.machine, self.num_ranks, self.mesh)
+        found = zip_longest(graphs, choices[: len(graphs)], orders[: len(graphs)])
+        *bodies, (_, step) = [(gm, replace(plain, choice=x or Choice(), order=order)) for gm, x, order in found]
+        return replace(step, bodies=dict(bodies))
+
+
+def context_of(program: Program) -> Context:
+    """Return the context of a step: on a typical machine of its kind, if none was given."""
+    return program.context or Context(usual_for(program.gm), program.num_ranks, program.mesh)

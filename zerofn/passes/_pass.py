@@ -64,11 +64,11 @@ class Pass:
 
     def __call__(self, program: Program) -> list[Any]:
         """Apply the pass to every graph in its scope, and return what `fn` returned each time, which should be None."""
-        step, *bodies = graphs_of(program.gm) if self.scope == "body" else [program.gm]
+        bodies = graphs_of(program.gm)[1:] if self.scope == "body" else []
         if _takes(self.fn, 1):
             return [self.fn(program), *(self.fn(Body(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
-        first = step if self.scope == "body" else program
-        return [self.fn(first, context_of(step)), *(self.fn(gm, context_of(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
+        context, first = context_of(program), program.gm if self.scope == "body" else program
+        return [self.fn(first, context), *(self.fn(gm, context.of(gm)) for gm in bodies)]  # type: ignore[func-returns-value]
 
 
 def _takes(fn: Callable[..., Any], num: int) -> bool:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ..cost.machine import Machine
-from ..cost.simulator import note_machine
+from ..cost.simulator import usual_for
 from ..graph.edit import copied
 from ..graph.nested import calls
 from ..graph.program import Program
 from ..util.patches import uncollected
 from ._checked import apply_checked
+from ._context import Context, context_of
 from ._pass import Pass
 from .assign_buffers import MORE
-from .budget.decision import Choice, choose, order_of, set_order
+from .budget.decision import Choice, order_of
 from .budget.hoists import of_bodies
 from .budget.search import attempted, beside, graphs, recomputed, within
 from .hoist_gathers import hoist_gathers
@@ -47,7 +48,7 @@ class Pipeline:
         world = program.num_ranks
         if machine is not None:
             machine.check_ranks(world)
-        note_machine(program.gm, machine, world, program.mesh)
+        program.context = Context(machine or usual_for(program.gm), world, program.mesh)
         _dump(program, 0, "capture")
         self._apply(program, self.passes[: self._num_prepare], 1)
 
@@ -100,10 +101,7 @@ class Pipeline:
         # Choices use the names that nodes have in a copy. A graph never reuses names of deleted nodes; its copy does.
         if choices:
             program.gm = copied(program.gm)
-        for gm, choice in zip(graphs(program.gm), choices, strict=False):
-            choose(gm, choice)
-        for gm, order in zip(graphs(program.gm), orders, strict=False):
-            set_order(gm, order)
+        program.context = context_of(program).decided(graphs(program.gm), choices, orders)
         self._apply(program, self.passes[self._num_prepare :], self._num_prepare + 1)
 
     def _apply(self, program: Program, passes: Sequence[Pass], first: int | None = None) -> None:

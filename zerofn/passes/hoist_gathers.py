@@ -8,17 +8,17 @@ from ..graph.edit import clean, weight_chain
 from ..graph.nested import Call, call_of, calls, graphs_of, pass_in
 from ..graph.node_kinds import is_gather, wait_of
 from ..graph.program import Program
-from .budget.decision import choice_of
+from ._context import Context
 
 
-def hoist_gathers(program: Program) -> None:
+def hoist_gathers(program: Program, context: Context) -> None:
     """Gather, before a loop, the units that the decisions about its body name. They stay whole through all rounds.
 
     A gather in a loop in a loop moves out of the inner one.
     """
     for gm in graphs_of(program.gm):
         for node, call in list(calls(gm)):
-            names = choice_of(call.body).hoisted
+            names = context.of(call.body).choice.hoisted
             for start, chain in hoistable(call).items():
                 if start.name in names:
                     _hoist(node, start, chain)

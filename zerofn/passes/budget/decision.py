@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule
 
-_KEY, _ORDER = "choice", "order"  # keys of a graph module's metadata
+_ORDER = "order"  # a key of a graph module's metadata
 
 
 class Choice(NamedTuple):
@@ -28,23 +28,13 @@ class Choice(NamedTuple):
     hoisted: frozenset[str] = frozenset()
 
 
-def choice_of(gm: GraphModule) -> Choice:
-    """Return the decisions about a graph."""
-    return gm.meta.get(_KEY, Choice())
-
-
-def choose(gm: GraphModule, choice: Choice) -> None:
-    """Attach decisions to a graph."""
-    gm.meta[_KEY] = choice
-
-
 def order_of(gm: GraphModule) -> list[int] | None:
     """Return, for each gather of a graph, how many other transfers start before it; None if nothing says so."""
     return gm.meta.get(_ORDER)
 
 
 def set_order(gm: GraphModule, order: list[int]) -> None:
-    """Attach the order of transfers to a graph."""
+    """Note the order that a graph's transfers have."""
     gm.meta[_ORDER] = order
 
 

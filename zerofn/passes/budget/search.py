@@ -14,7 +14,7 @@ import numpy as np
 from torch.fx import Graph, GraphModule, Node
 
 from ...cost.op_cost import UP, Traffic, moved
-from ...cost.simulator import Timeline, lanes_of, simulated
+from ...cost.simulator import Lanes, Timeline
 from ...dry_run.fake_machine import is_host
 from ...graph.alias import positions
 from ...graph.edit import copied, weight_chain
@@ -25,10 +25,11 @@ from ...graph.phase import FORWARD, phase_of
 from ...graph.program import Program, tensor_of
 from ...graph.resident import resident
 from ...graph.segments import Segments
+from .._context import Context, context_of
 from ..offload_activations import stays
 from ..prefetch import Bound, Run, UnitSource, early, few_alive, sources_in
 from ..reshard import num_others, uses_of_gathers
-from .decision import Choice, choose
+from .decision import Choice
 from .eviction import Drop, cheapest
 from .hoists import fitting, of_bodies
 
@@ -58,7 +59,7 @@ def within(program: Program, budget: int, schedule: Schedule, room: float) -> li
     for limit in (int(budget / (1 + room)), budget):
         if whole.peak <= limit:
             return search.ahead(search.hoisted(whole, limit), limit).choices
-        drops = drops or [list(_drops(gm, _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)]
+        drops = drops or [list(_drops(gm, search.context.lanes(), where)) for gm, where in search.places(whole)]
         found = search.fit(whole, drops, limit, _choice)
         if found is not None:
             return search.soonest(found, whole, drops, limit)
@@ -98,9 +99,7 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     if how == "full":
         return full
     whole = search.attempt([Choice() for _ in search.graphs])
-    drops = [
-        list(_activations(gm, Segments(gm.graph), _positions_in(gm.graph, x.gm.graph))) for gm, x in search.pairs(whole)
-    ]
+    drops = [list(_activations(search.context.lanes(), Segments(gm.graph), x)) for gm, x in search.places(whole)]
     found = search.fit(whole, drops, whole.peak // 2, lambda taken: _choice(taken)._replace(cuts=None, starts=None))
     return found.choices if found is not None else full
 
@@ -128,6 +127,7 @@ class _Levels:
 
     gm: GraphModule
     level: list[int]
+    context: Context
     _runs: dict[float, Run] = field(default_factory=dict)
 
     def early(self, limit: float) -> Run:
@@ -135,7 +135,7 @@ class _Levels:
         if limit not in self._runs:
             sources, few = self._gathers
             whole = Bound(np.array(self.level, dtype=np.int64), limit)
-            self._runs[limit] = early(self.gm, lanes_of(self.gm), sources, whole, few)
+            self._runs[limit] = early(self.gm, self.context.lanes(), sources, whole, few)
         return self._runs[limit]
 
     @functools.cached_property
@@ -159,7 +159,7 @@ class _Attempt:
     @functools.cached_property
     def run(self) -> Timeline:
         """Return the simulated step."""
-        return simulated(self.graphs[-1].gm)
+        return self.graphs[-1].context.timeline(self.graphs[-1].gm)
 
 
 class _Search:
@@ -167,7 +167,7 @@ class _Search:
 
     def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
-        self.graphs = graphs(program.gm)
+        self.graphs, self.context = graphs(program.gm), context_of(program)
         self._hoists = of_bodies(program.gm)
         self._attempts: dict[tuple[Choice, ...], _Attempt] = {}
 
@@ -183,11 +183,16 @@ class _Search:
         most: dict[Node, int] = defaultdict(int)
         for node, live in moments(tried.gm, resident(tried).device):
             most[node] = max(most[node], self._weigh(live))
-        return _Attempt(choices, [_Levels(gm, [most[n] for n in gm.graph.nodes]) for gm in graphs(tried.gm)])
+        levels = ([most[n] for n in gm.graph.nodes] for gm in graphs(tried.gm))
+        return _Attempt(choices, [_Levels(gm, x, self.context) for gm, x in zip(graphs(tried.gm), levels, strict=True)])
 
     def pairs(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, _Levels]]:
         """Yield each graph with its scheduled form."""
         return zip(self.graphs, attempt.graphs, strict=True)
+
+    def places(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, dict[Node, int]]]:
+        """Yield each graph with its nodes' positions in the scheduled form."""
+        return ((gm, _positions_in(gm.graph, x.gm.graph)) for gm, x in self.pairs(attempt))
 
     def fit(
         self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
@@ -291,11 +296,8 @@ class _Search:
 def attempted(program: Program, choices: Sequence[Choice]) -> Program:
     """Return a copy of a prepared program with one decision for each graph."""
     copy = copied(program.gm)
-    timings = dict(program.timings)
-    tried = replace(program, gm=copy, kept=[], buffers=[], drive_space=[], timings=timings)
-    for gm, choice in zip(graphs(tried.gm), choices, strict=False):
-        choose(gm, choice)
-    return tried
+    context, timings = context_of(program).decided(graphs(copy), choices), dict(program.timings)
+    return replace(program, gm=copy, context=context, kept=[], buffers=[], drive_space=[], timings=timings)
 
 
 def graphs(gm: GraphModule) -> list[GraphModule]:
@@ -321,9 +323,8 @@ def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tupl
     return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))
 
 
-def _activations(gm: GraphModule, segments: Segments, where: dict[Node, int]) -> Iterator[Drop]:
+def _activations(lanes: Lanes, segments: Segments, where: dict[Node, int]) -> Iterator[Drop]:
     """Yield the activations that may be recomputed, at positions of the scheduled graph."""
-    lanes = lanes_of(gm)
     for memory in segments.activations:
         last, first = segments.gap(memory)
         seconds = sum(map(lanes.cost, segments.missing(memory, {memory})))
@@ -332,16 +333,18 @@ def _activations(gm: GraphModule, segments: Segments, where: dict[Node, int]) ->
             yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
 
 
-def _drops(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+def _drops(gm: GraphModule, lanes: Lanes, where: dict[Node, int]) -> Iterator[Drop]:
     """Yield every value that may be dropped, once for each way to bring it back."""
     segments = Segments(gm.graph)
-    again = list(_activations(gm, segments, where))
+    again = list(_activations(lanes, segments, where))
     yield from again
-    yield from _offloads(gm, where, again, segments.gathered_again)
-    yield from _gathers(gm, where)
+    yield from _offloads(gm, lanes, where, again, segments.gathered_again)
+    yield from _gathers(gm, lanes, where)
 
 
-def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop], gone: set[Node]) -> Iterator[Drop]:
+def _offloads(
+    gm: GraphModule, lanes: Lanes, where: dict[Node, int], computed: list[Drop], gone: set[Node]
+) -> Iterator[Drop]:
     """Yield activations that may wait in host memory, at positions of the scheduled graph; none where models compute
     on the host, and nothing that is `gone` anyway.
 
@@ -350,7 +353,6 @@ def _offloads(gm: GraphModule, where: dict[Node, int], computed: list[Drop], gon
     to stall the device, in both directions.
     """
     found = [x for x in stays(gm.graph) if x.memory not in gone and not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
-    lanes = lanes_of(gm)
     again = {drop.of: drop.seconds / drop.nbytes for drop in computed}
     free = HIDDEN * sum(lanes.cost(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
     for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
@@ -373,10 +375,9 @@ def _all_of(drops: list[Drop], how: str) -> list[Drop]:
     return [drop for drop in drops if first[drop.of or drop.key] is drop]
 
 
-def _gathers(gm: GraphModule, where: dict[Node, int]) -> Iterator[Drop]:
+def _gathers(gm: GraphModule, lanes: Lanes, where: dict[Node, int]) -> Iterator[Drop]:
     """Yield units that may be gathered again, between two uses that have uses of another unit in between."""
     uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
-    lanes = lanes_of(gm)
     timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
     for k, (start, found) in enumerate(uses.items()):
         for before, after in zip(found, found[1:], strict=False):
