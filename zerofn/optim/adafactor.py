@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..util.arguments import checked
 from . import checks
 from .base import GradientTransformation, Mask, ScalarOrSchedule, named
@@ -55,12 +53,6 @@ def adafactor(
         parts.append(ema(momentum, debias=False))
     if weight_decay_rate is not None:
         parts.append(add_decayed_weights(weight_decay_rate, weight_decay_mask))
-    args: tuple[Any, ...] = (
-        learning_rate,
-        min_dim_size_to_factor,
-        decay_rate,
-        decay_offset,
-        multiply_by_parameter_scale,
-    )
-    args += (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
-    return named(chain(*parts, scale(-1.0)), "adafactor", *args)
+    args = (learning_rate, min_dim_size_to_factor, decay_rate, decay_offset, multiply_by_parameter_scale)
+    more = (clipping_threshold, momentum, weight_decay_rate, eps, factored, weight_decay_mask)
+    return named(chain(*parts, scale(-1.0)), "adafactor", *args, *more)

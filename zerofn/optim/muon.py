@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ..util.arguments import checked
 from . import checks
@@ -73,7 +72,6 @@ def muon(
     scaled = scale_by_adam(adam_b1, adam_b2, eps, adam_eps_root, nesterov=nesterov)
     adam = chain(scaled, add_decayed_weights(adam_weight_decay), scale_by_learning_rate(adam_rate))
     both = multi_transform({"muon": parts, "adam": adam}, lambda leaf: "muon" if matrices(leaf) else "adam")
-    args: tuple[Any, ...] = (learning_rate, hashable(ns_coeffs), ns_steps, beta, eps, weight_decay, weight_decay_mask)
-    args += (nesterov, adaptive, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices)
-    args += (consistent_rms,)
-    return named(both, "muon", *args)
+    args = (learning_rate, hashable(ns_coeffs), ns_steps, beta, eps, weight_decay, weight_decay_mask, nesterov)
+    more = (adaptive, adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate, matrices, consistent_rms)
+    return named(both, "muon", *args, *more)
