@@ -8,11 +8,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.integrations.test_transformers import pytestmark as of_transformers
+from tests.support.trainer_runs import MARKS
 from zerofn.integrations.transformers import Trainer, TrainingArguments
 
 pytestmark = [
-    *of_transformers,
+    *MARKS,
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
     pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning"),
 ]

@@ -7,11 +7,12 @@ import transformers
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.lightning import ZeroFnStrategy
 from zerofn.integrations.modules import call_with, check_memory
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 
 class Net(nn.Module):
@@ -71,10 +72,7 @@ class Module(pl.LightningModule):
 
 def by_lightning(strategy):
     module = Module()
-    pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    ).fit(module, DataLoader(rows(), batch_size=2))  # fmt: skip
+    trainer_of(strategy, devices=2, max_epochs=1).fit(module, DataLoader(rows(), batch_size=2))
     return dict(module.state_dict())
 
 

@@ -7,10 +7,11 @@ import transformers
 from torch import nn
 
 import zerofn
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.lightning import ZeroFnStrategy
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 
 class Written(nn.Module):
@@ -66,10 +67,9 @@ def evaluated(*strategy):
     module, x = Evaluated(), torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     found = []
     for inference in (True, False):
-        trainer = pl.Trainer(
-            accelerator="cpu", strategy=ZeroFnStrategy(*strategy) if strategy else "auto", max_epochs=2, logger=False,
-            devices=zerofn.world_size() if strategy else 1, use_distributed_sampler=False, num_sanity_val_steps=0,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, inference_mode=inference,
+        trainer = trainer_of(
+            ZeroFnStrategy(*strategy) if strategy else "auto", devices=zerofn.world_size() if strategy else 1,
+            max_epochs=2, use_distributed_sampler=False, num_sanity_val_steps=0, inference_mode=inference,
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(x, batch_size=3)
         trainer.fit(module, loader, loader) if inference else trainer.test(module, loader, verbose=False)
@@ -90,10 +90,8 @@ class Refuses(Evaluated):
 
 
 def test_data_of_another_dtype_is_refused_in_an_evaluation():
-    trainer = pl.Trainer(accelerator="cpu", strategy=ZeroFnStrategy(), devices=1, logger=False,
-                         enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
     with pytest.raises(ValueError, match=r"which is torch.float32 of shape \(1, 4\), data that is torch.float16"):
-        trainer.validate(Refuses(), torch.utils.data.DataLoader(torch.ones(2, 4)), verbose=False)
+        trainer_of(ZeroFnStrategy()).validate(Refuses(), torch.utils.data.DataLoader(torch.ones(2, 4)), verbose=False)
 
 
 class Net(nn.Module):

@@ -8,10 +8,11 @@ import transformers
 from torch import nn
 
 import zerofn
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations.lightning import ZeroFnStrategy
 from zerofn.integrations.transformers import Trainer, TrainingArguments
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 PENALTIES = {
     "get_parameter": lambda m: m.get_parameter("b.weight").square().sum(),
@@ -84,9 +85,9 @@ class Module(pl.LightningModule):
 
 def of_lightning(folder, **strategy):
     module = Module()
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=3, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, default_root_dir=folder, **strategy)  # fmt: skip
-    trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=4))
+    trainer_of(max_steps=3, default_root_dir=folder, **strategy).fit(
+        module, torch.utils.data.DataLoader(rows(), batch_size=4)
+    )
     return torch.stack(module.losses)
 
 
@@ -174,9 +175,7 @@ def moco_losses(folder, library, net, callbacks=()):
 def lightning_losses(folder, net, *callbacks, **strategy):
     module = Module()
     module.net, module.get_parameter = net, lambda name: torch.zeros(())
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=4, logger=False, enable_checkpointing=False,
-                         enable_progress_bar=False, default_root_dir=folder, callbacks=[*callbacks],
-                         **strategy)  # fmt: skip
+    trainer = trainer_of(max_steps=4, default_root_dir=folder, callbacks=[*callbacks], **strategy)
     trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=2))
     return torch.stack(module.losses).tolist()
 

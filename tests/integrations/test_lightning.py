@@ -13,20 +13,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import zerofn
+from tests.support import lightning_runs
+from tests.support.lightning_runs import MARKS
 from zerofn.integrations.lightning import ZeroFnStrategy
 
+pytestmark = MARKS
+
 WIDTH, CLASSES, ROWS = 6, 3, 48
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
-    pytest.mark.filterwarnings("ignore:It is recommended to use"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*log_every_n_steps"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`"),
-    pytest.mark.filterwarnings("ignore:.*srun. command is available"),
-]
 
 
 class Block(nn.Module):
@@ -121,14 +114,10 @@ def loader(rows=8):
 
 
 def trainer_of(strategy="auto", folder=None, devices=1, **more):
-    given = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    if folder is None:
-        given["enable_checkpointing"] = False
-    else:
-        given["default_root_dir"] = str(folder)
+    given = {"max_epochs": 2, "enable_checkpointing": folder is not None, "default_root_dir": folder and str(folder)}
     kept = Kept()
     given["callbacks"] = [kept, *more.pop("callbacks", [])]
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**given, **more}), kept
+    return lightning_runs.trainer_of(strategy, devices=devices, **{**given, **more}), kept
 
 
 def fitted(strategy="auto", module=None, seed=3, **more):

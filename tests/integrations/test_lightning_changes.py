@@ -9,10 +9,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import zerofn
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations.lightning import ZeroFnStrategy
 
 from .test_lightning import fitted
-from .test_lightning import pytestmark as pytestmark
+
+pytestmark = MARKS
 
 schedulers = torch.optim.lr_scheduler
 
@@ -137,9 +139,8 @@ def trained(make, strategy="auto", devices=1, **more):
     module, kept = make(), Kept()
     x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
     batches = [(a[zerofn.rank() :: devices], a.sum(1, keepdim=True)[zerofn.rank() :: devices]) for a in x.split(8)]
-    given = {"max_epochs": 3, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given |= {"enable_checkpointing": False, "callbacks": [kept], "use_distributed_sampler": False, **more}
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **given)
+    given = {"max_epochs": 3, "callbacks": [kept], "use_distributed_sampler": False, **more}
+    trainer = trainer_of(strategy, devices=devices, **given)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     losses = torch.tensor(kept.losses)
     losses = losses if devices == 1 else zerofn.collectives.all_reduce(losses) / devices
@@ -197,11 +198,8 @@ def of_own_sizes():
     for strategy in ("ddp", ZeroFnStrategy(stage=3)):
         torch.manual_seed(0)
         module, kept = OwnSizes(), Kept()
-        pl.Trainer(
-            strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, callbacks=[kept],
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-            use_distributed_sampler=False,
-        ).fit(module)  # fmt: skip
+        more = {"max_epochs": 2, "callbacks": [kept], "use_distributed_sampler": False}
+        trainer_of(strategy, devices=2, **more).fit(module)
         found.append({"losses": torch.tensor(kept.losses), **{k: x.clone() for k, x in module.state_dict().items()}})
     theirs, ours = found
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

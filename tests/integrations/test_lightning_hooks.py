@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zerofn
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations.lightning import ZeroFnStrategy
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 # Of each class: the methods that are called as often with ZeroFn, and of the others what becomes of an override.
 MODULE_CALLED = """
@@ -138,10 +139,9 @@ def used(classes, folder):
 
     def trainer(**more):
         given = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 2, "limit_test_batches": 2}
-        given |= {"limit_predict_batches": 2, "logger": False, "enable_progress_bar": False}
-        given |= {"enable_model_summary": False, "default_root_dir": folder, "accelerator": "cpu"}
-        given |= {"devices": zerofn.world_size()}
-        return pl.Trainer(strategy=classes.strategy(), **{"callbacks": [classes.callback()], **given, **more})
+        given |= {"limit_predict_batches": 2, "default_root_dir": folder, "enable_checkpointing": True}
+        given |= {"devices": zerofn.world_size(), "callbacks": [classes.callback()]}
+        return trainer_of(classes.strategy(), **{**given, **more})
 
     for make, *data in ((classes.module,), (BoringModel, classes.data())):
         first, module = trainer(), make()
@@ -213,10 +213,7 @@ def test_what_cannot_be_called_is_refused(name, method):
     kind = {"module": BoringModel, "callback": pl.Callback}[name]
     overrides = type("Overrides", (kind,), {method: lambda *_: None})()
     callbacks = [overrides] if name == "callback" else []
-    trainer = pl.Trainer(
-        strategy=ZeroFnStrategy(), accelerator="cpu", devices=1, max_epochs=1, logger=False, callbacks=callbacks,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(ZeroFnStrategy(), max_epochs=1, callbacks=callbacks)
     with pytest.raises(ValueError, match=f"Overrides.{method}: gradients exist inside the compiled step only"):
         trainer.fit(BoringModel() if callbacks else overrides)
     assert trainer.global_step == 0
@@ -269,11 +266,7 @@ def losses_of(make, strategy="auto", callbacks=(), **more):
     torch.manual_seed(0)
     module, kept = make(), Losses()
     x = torch.randn(48, 3, generator=torch.Generator().manual_seed(0))
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, callbacks=[*callbacks, kept],
-        **{"max_epochs": 2, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-           "enable_model_summary": False, **more},
-    )  # fmt: skip
+    trainer = trainer_of(strategy, callbacks=[*callbacks, kept], **{"max_epochs": 2, **more})
     trainer.fit(module, DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), 8))
     return kept.found
 

@@ -9,9 +9,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import zerofn
+from tests.support import lightning_runs
+from tests.support.lightning_runs import MARKS
 from zerofn.integrations.lightning import ZeroFnStrategy
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 
 class Module(pl.LightningModule):
@@ -57,9 +59,8 @@ def data(devices=1):
 
 
 def trainer_of(strategy, folder, devices=1, **more):
-    given = {"max_epochs": 2, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    given |= {"default_root_dir": str(folder), "use_distributed_sampler": False}
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **{**given, **more})
+    given = {"max_epochs": 2, "default_root_dir": str(folder), "use_distributed_sampler": False}
+    return lightning_runs.trainer_of(strategy, devices=devices, **{**given, "enable_checkpointing": True, **more})
 
 
 def fitted(strategy, folder, make=Module, resume=None, devices=1, **more):

@@ -10,9 +10,10 @@ from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import zerofn
+from tests.support.lightning_runs import MARKS, trainer_of
 from zerofn.integrations.lightning import ZeroFnStrategy
 
-from .test_lightning import pytestmark as pytestmark
+pytestmark = MARKS
 
 
 class Writer:
@@ -122,11 +123,8 @@ def run(make, strategy="auto", devices=1):
     batches = [
         (a[zerofn.rank() :: devices], b[zerofn.rank() :: devices]) for a, b in zip(x.split(6), y.split(6), strict=True)
     ]
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, logger=rows, max_epochs=2, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    more = {"logger": rows, "max_epochs": 2, "log_every_n_steps": 1, "use_distributed_sampler": False}
+    trainer = trainer_of(strategy, devices=devices, **more)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return rows.experiment.rows, {k: float(v) for k, v in trainer.callback_metrics.items()}
 

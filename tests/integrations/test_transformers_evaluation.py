@@ -10,10 +10,11 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 from transformers.models.clip.modeling_clip import CLIPOutput
 
 import zerofn
-from tests.integrations.test_transformers import build, losses, options, rows
-from tests.integrations.test_transformers import pytestmark as pytestmark
+from tests.support.trainer_runs import MARKS, build, losses, options, rows
 from zerofn.integrations import transformers as ours
 from zerofn.integrations.transformers.evaluation import mapped, tensors_of
+
+pytestmark = MARKS
 
 
 def own_methods(kind):

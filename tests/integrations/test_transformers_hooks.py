@@ -7,9 +7,10 @@ import torch
 import transformers
 
 import zerofn
-from tests.integrations.test_transformers import build, options, rows, t5_config
-from tests.integrations.test_transformers import pytestmark as pytestmark
+from tests.support.trainer_runs import MARKS, build, options, rows, t5_config
 from zerofn.integrations import transformers as ours
+
+pytestmark = MARKS
 
 AS_OFTEN, SCRIPT = "called as often", "called by scripts, as it is"
 CAPTURED = "called where a step is captured, or runs op by op"

@@ -5,10 +5,11 @@ import pytest
 import torch
 import transformers
 
-from tests.integrations.test_transformers import losses, options, rows
-from tests.integrations.test_transformers import pytestmark as pytestmark
+from tests.support.trainer_runs import MARKS, losses, options, rows
 from zerofn.integrations.transformers import Trainer, TrainingArguments
 from zerofn.integrations.transformers.meshes import axes_of
+
+pytestmark = MARKS
 
 SHAPE = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 

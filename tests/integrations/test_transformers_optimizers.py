@@ -6,9 +6,10 @@ import torch
 import transformers
 from torch import nn
 
-from tests.integrations.test_transformers import build, logged, losses, options, rows
-from tests.integrations.test_transformers import pytestmark as pytestmark
+from tests.support.trainer_runs import MARKS, build, logged, losses, options, rows
 from zerofn.integrations import transformers as ours
+
+pytestmark = MARKS
 
 
 def optimizer_and_scheduler(kind):

@@ -12,9 +12,11 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.integrations.test_adapters import base
-from tests.integrations.test_transformers import pytestmark as pytestmark
+from tests.support.trainer_runs import MARKS
 from zerofn.integrations.transformers import TrainingArguments
 from zerofn.integrations.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+pytestmark = MARKS
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}> {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <eos>"

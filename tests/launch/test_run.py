@@ -14,7 +14,9 @@ import zerofn
 from zerofn import optim
 
 
-def test_a_function_of_a_test_trains_on_ranks():
+def test_a_function_of_a_test_trains_on_ranks_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a folder of its own: other tests run jobs beside it
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 
     def loss_fn(params, batch):
@@ -35,6 +37,8 @@ def test_a_function_of_a_test_trains_on_ranks():
     found, plain = zerofn.run(train, 3, ranks=2, steps=3), train(0, 3)
     assert found["ranks"] == 2 and found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     torch.testing.assert_close(found["w"], plain["w"])
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert not list(tmp_path.iterdir()) and "RANK" not in os.environ
 
 
 def test_the_first_error_is_raised_with_its_lines():
@@ -86,14 +90,6 @@ def test_a_rank_that_is_killed_is_named():
     with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by SIGKILL"):
         zerofn.run(killed, ranks=2)
     assert time.monotonic() - began < 30
-
-
-def test_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a folder of its own: other tests run jobs beside it
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    assert zerofn.run(lambda a, b: a + b, 1, b=2, ranks=1) == 3
-    assert {number: signal.getsignal(number) for number in before} == before
-    assert not list(tmp_path.iterdir()) and "RANK" not in os.environ
 
 
 @pytest.mark.whole

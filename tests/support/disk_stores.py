@@ -28,10 +28,15 @@ def written(store, nbytes, label="layers.3 exp_avg", seed=0):
     return region, data
 
 
+def files_of(store):
+    """The files of a store, one of each drive."""
+    return store._engine.files
+
+
 @contextlib.contextmanager
 def behind_its_back(store, drive=0):
     """A second descriptor of a store's file, which has no name any more."""
-    fd = os.open(f"/proc/self/fd/{store._engine.files[drive].fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{files_of(store)[drive].fd}", os.O_RDWR)
     try:
         yield fd
     finally:

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from tests.support.disk_stores import BLOCK, behind_its_back, filled, small_store, written
+from tests.support.disk_stores import BLOCK, behind_its_back, files_of, filled, small_store, written
 from zerofn.offload.disk import PAGE, DiskError, Store, aligned, checksum, pages
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*O_DIRECT")
@@ -62,9 +62,9 @@ def test_blocks_lie_on_all_drives(folders):
 def test_space_is_taken_at_once_and_given_back(folders):
     nbytes = 3 << 20
     store = small_store(*folders, nbytes=nbytes)
-    taken = [os.fstat(file.fd).st_blocks * 512 for file in store._engine.files]
+    taken = [os.fstat(file.fd).st_blocks * 512 for file in files_of(store)]
     assert min(taken) >= nbytes // len(folders)
-    descriptors = [f"/proc/self/fd/{file.fd}" for file in store._engine.files]
+    descriptors = [f"/proc/self/fd/{file.fd}" for file in files_of(store)]
     assert all(str(folder) in os.readlink(d) for folder, d in zip(folders, descriptors, strict=True))
     assert [os.listdir(folder) for folder in folders] == [[]] * len(folders)
     store.close()
@@ -166,7 +166,7 @@ def test_as_many_transfers_as_asked_are_under_way_on_each_drive(folders, monkeyp
     monkeypatch.setattr(os, "pwritev", counted)
     with small_store(*folders, depth=depth) as store:
         written(store, 30 * BLOCK)
-        assert most == {file.fd: depth for file in store._engine.files}
+        assert most == {file.fd: depth for file in files_of(store)}
 
 
 def test_requests_from_many_threads(folders):
@@ -204,7 +204,7 @@ def test_a_store_that_nobody_holds_is_closed(tmp_path):
     before = threading.active_count()
     store = small_store(tmp_path)
     region, data = written(store, 10_000)
-    descriptor, gone = f"/proc/self/fd/{store._engine.files[0].fd}", weakref.ref(store)
+    descriptor, gone = f"/proc/self/fd/{files_of(store)[0].fd}", weakref.ref(store)
     found = aligned(10_000)
     request = store.read(region, found)
     del store, region
@@ -278,7 +278,7 @@ def test_every_region_lies_in_space_that_was_taken(folders, sizes):
         for size in sizes:
             region = store.allocate(size, "w")
             for block in region.blocks:
-                assert block.offset + block.nbytes <= store._engine.files[block.drive].nbytes
+                assert block.offset + block.nbytes <= files_of(store)[block.drive].nbytes
                 places |= {(block.drive, block.offset + at) for at in range(0, block.nbytes, PAGE)}
         assert len(places) * PAGE == store.allocated == store.nbytes
 
