@@ -67,13 +67,15 @@ def test_the_version(capsys):
 @pytest.mark.parametrize("function", ["", ":train_step"])
 def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     status = main(["plan", f"{script}{function}", "--world", "4", "--machine", "A100-8", "--stage", "0", "3",
-                   "--offload", "none", "--json", str(tmp_path / "plan.json"), "--", "64"])  # fmt: skip
+                   "--wire", "bf16", "--offload", "none",
+                   "--json", str(tmp_path / "plan.json"), "--", "64"])  # fmt: skip
     out, err = capsys.readouterr()
     assert status == 0
     assert "the script says 0 1.0" in err and "the script" not in out
     assert "train_step on 4 rank(s) of A100-8" in out and "state = zerofn.shard(init_state, " in out
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
-    assert [(row["stage"], row["precision"], row["rows"]) for row in rows] == [(0, "bf16", 8), (3, "bf16", 8)]
+    found = [(row["stage"], row["precision"], row["wire"], row["rows"]) for row in rows]
+    assert found == [(0, "bf16", "bf16", 8), (3, "bf16", "bf16", 8)] and ", wire='bf16'" in out
 
 
 def test_what_a_run_has_saved_is_left_alone(script, tmp_path, capsys):

@@ -137,9 +137,8 @@ def _add_plan(commands: Any) -> None:
         nargs="+",
         help="none, fp32, bf16, fp16; by default the script's own, or where it names none those that are usual there",
     )
-    one.add_argument(
-        "--remat", nargs="+", help="none, auto, full, budget; auto and full where it does not fit by default"
-    )
+    one.add_argument("--wire", nargs="+", help="none, bf16: the form in which float32 travels; the script's by default")
+    one.add_argument("--remat", nargs="+", help="none, auto, full, budget; by default more where it does not fit")
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
     one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
     one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
@@ -264,7 +263,7 @@ def _table(args: argparse.Namespace) -> Table:
     given: dict[str, Any] = {
         name: [None if x == "none" else x for x in values]
         for name, values in vars(args).items()
-        if name in ("offload", "remat", "stage", "precision") and values
+        if name in ("offload", "remat", "stage", "precision", "wire") and values
     }
     is_config = args.script.endswith(".json") or Path(args.script).is_dir()
     if is_config and args.context is None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 import zerofn
 from tests.support.small_steps import SCHEDULE, batch_of, build, captured, fake_ranks, state_of, train_step_of
@@ -26,6 +27,21 @@ def test_what_is_decoded_is_what_was_received(size):
     assert torch.equal(whole, x.bfloat16().float())
     assert torch.equal(rounded(x.view(1, -1), "bf16"), whole.view(1, -1))
     assert torch.equal(rounded(whole, "bf16"), whole)  # again: the same numbers
+
+
+@pytest.mark.parametrize("shard", [0, 1, SMALL - 1, SMALL, 3 * SMALL + 5, 2**18 + 1])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_encoded_in_place_takes_no_memory(ranks, shard):
+    """Of every rank's shard, also the last one, whose coded elements lie in the shard itself."""
+    for rank in range(ranks):
+        whole = torch.randn(ranks * shard, generator=torch.Generator().manual_seed(0)) * 1e3
+        start, stop = rank * shard, (rank + 1) * shard
+        want = whole[start:stop].bfloat16()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+            coded = BF16.encode_(whole, start, stop)
+        taken = [e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+        assert torch.equal(coded, want) and coded.data_ptr() == BF16.place_in(whole)[start:].data_ptr()
+        assert all(n <= 4 * SMALL + 64 for n in taken), f"rank {rank}"
 
 
 def test_numbers_that_are_none_arrive():

@@ -52,6 +52,28 @@ def test_what_is_sent_meanwhile_takes_no_time(waits_late, seconds, waited):
     assert found.bound == COMPUTE
 
 
+@pytest.mark.parametrize(
+    ("what", "elements", "encoded", "sent", "decoded"),
+    [
+        ("all_gather", SIZE, 40 + 20, 20, 2 * (40 + 20)),
+        ("all_gather_into_", 2 * SIZE, 40 + 20, 20, 2 * (40 + 20)),
+        ("reduce_scatter", 2 * SIZE, 2 * (40 + 20), 20, 2 * 20 + 40 + 2 * 40),  # the second row is added to the first
+    ],
+)
+def test_a_codec_takes_the_time_of_its_bytes(what, elements, encoded, sent, decoded):
+    graph = Graph()
+    x, rank = graph.placeholder("x"), [0] * (what == "all_gather_into_")
+    x.meta["val"] = torch.zeros(elements)
+    start = graph.call_function(getattr(ops, what).default, (x, *rank, 2, "g", "unit", "bf16"))
+    start.meta["val"] = None if rank else torch.zeros(2 * SIZE if what == "all_gather" else SIZE)
+    wait = graph.call_function(ops.wait.default, (x if rank else start,))
+    wait.meta["val"] = (x if rank else start).meta["val"]
+    graph.output([wait])
+    found = Timeline(GraphModule(torch.nn.Module(), graph), SLOW, 2)
+    assert found.busy["sent"] == pytest.approx(sent / 100)
+    assert found.busy[COMPUTE] == pytest.approx((encoded + decoded) / 1e3)
+
+
 def test_ranks_of_other_nodes_are_reached_by_the_network():
     assert SLOW.rank_link(4) == 100.0
     assert SLOW.rank_link(5) == 50.0

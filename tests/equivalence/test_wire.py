@@ -12,6 +12,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
+from zerofn.comm.mesh import Mesh
 from zerofn.comm.transport import SentBytes
 from zerofn.util.process import the
 
@@ -144,10 +145,20 @@ def sent_by_a_step(stage, **options):
     return plan.sent, twice - 2 * (the(SentBytes).by_group.total() - before)
 
 
+def planned_elsewhere(stage, **options):
+    """Bytes that `zerofn.plan` says a rank sends."""
+    _, step = started(stage, tx=optim.adamw(1e-2))
+    init = zerofn.TrainState.create(params=dict(model().named_parameters()), tx=optim.adamw(1e-2))
+    machine = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e9)
+    options |= {"stage": stage, "precision": None, "offload": None, "remat": None}
+    return zerofn.plan(step, init, rows(0), world=Mesh.of(None).num_ranks, machine=machine, **options).best.plan.sent
+
+
 def bytes_of_stages():
     for stage in range(4):
         (planned, sent), (without, sent_without) = (sent_by_a_step(stage, wire=wire) for wire in ("bf16", None))
         assert planned == sent and without == sent_without, f"stage {stage}"
+        assert [planned_elsewhere(stage, wire=x) for x in ("bf16", None)] == [planned, without], f"stage {stage}"
         # Gradients that ranks gather, so that all have the sum, are not rounded again: half of what stage 0 sends.
         assert planned / without < (0.77 if stage == 0 else 0.52), f"stage {stage}"
 

@@ -362,7 +362,7 @@ def taken():
 
 def over_all():
     mesh, table = Mesh.make(replicate=2, data=2), planned({"replicate": 2, "data": 2}, 3, hpz=True)
-    with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
+    with pytest.raises(ValueError, match="takes precision, offload, hpz and wire from the plan"):
         zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh, hpz=True)
     params = zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params
     return params.spec.partition.again is not None

@@ -176,7 +176,7 @@ def test_shard_takes_what_is_recommended():
     with pytest.raises(ValueError, match="go together"):
         zerofn.shard(init_state, stage=3, plan=table)
     for given in ({"precision": "bf16"}, {"wire": "bf16"}):
-        with pytest.raises(ValueError, match="takes precision, offload and hpz from the plan"):
+        with pytest.raises(ValueError, match="takes precision, offload, hpz and wire from the plan"):
             zerofn.shard(init_state, stage="auto", plan=table, **given)
 
 
@@ -185,6 +185,13 @@ def test_what_is_sent_in_fewer_bytes_is_planned_so():
     found = [planned(stage=3, world=4, precision=zerofn.Precision(wire=wire)).best for wire in (None, "bf16")]
     assert sum(found[1].sent.values()) / sum(found[0].sent.values()) == pytest.approx(0.5, abs=0.01)
     assert "precision=zerofn.Precision(wire='bf16')" in found[1].config.call()
+    (plain, coded) = planned(stage=3, world=4, wire=[None, "bf16"])
+    assert [plain.sent, coded.sent] == [x.sent for x in found]
+    assert "wire='bf16'" in coded.config.call() and "wire bf16" in repr(coded) and "wire" not in plain.config.call()
+    table = planned(stage=3, world=1, wire="bf16")
+    assert zerofn.shard(init_state, stage="auto", plan=table).params.spec.precision.wire == "bf16"
+    with pytest.raises(ValueError, match="wire='bf61' is not known"):
+        planned(stage=3, world=4, wire="bf61")
 
 
 def test_a_plan_for_other_ranks_is_not_taken():

@@ -155,9 +155,8 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
         return
     rows = full.view(size, -1)
     if codec:
-        own = CODECS[codec].encode(rows[rank])  # a copy: where it goes may be where it comes from
-        coded = CODECS[codec].place_in(full).view(size, -1)
-        coded[rank].copy_(own)
+        coded, shard = CODECS[codec].place_in(full).view(size, -1), rows.shape[1]
+        CODECS[codec].encode_(full, rank * shard, (rank + 1) * shard)
         _fill_rows(full, coded, rank, group, partial(CODECS[codec].decode_, full))
     else:
         _fill_rows(full, rows, rank, group)

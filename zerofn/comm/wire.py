@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops.registry import OnShard, Traits, define
 
-SMALL = 4096  # elements that are decoded through a copy
+SMALL = 4096  # elements that are encoded or decoded in place through a copy
 _PIECE = 1 << 16  # elements that are added at a time: torch's CPU operations cast an operand as a whole beforehand
 
 
@@ -37,6 +37,19 @@ class WireCodec:
         """
         coded = whole.view(self.dtype)
         return coded[len(coded) - len(whole) :]
+
+    def encode_(self, whole: Tensor, start: int, stop: int) -> Tensor:
+        """Encode elements [start, stop) of a flat float32 tensor to their places in `place_in(whole)`; return them.
+
+        From the end on, each time as much as can be written without reaching what is not yet read.
+        """
+        coded, size, end = self.place_in(whole), len(whole), stop
+        while end > start:
+            begin = max(start, min(2 * end - size, end - SMALL))
+            part = whole[begin:end]
+            coded[begin:end].copy_(part if begin >= 2 * end - size else part.clone())
+            end = begin
+        return coded[start:stop]
 
     def decode_(self, whole: Tensor) -> None:
         """Decode what lies in `place_in(whole)`, into `whole`.

@@ -11,11 +11,12 @@ from torch.utils.flop_counter import flop_registry
 
 from .._torch_compat import OpOverload, packet_of
 from ..comm.mesh import Mesh
+from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view
 from ..graph.liveness import complete_values, tensors_of, values_of
 from ..graph.nested import call_of
-from ..graph.node_kinds import argument, arguments, traits
+from ..graph.node_kinds import argument, arguments, reduces, traits
 from ..graph.program import tensor_of
 from ..ops.registry import Lane, argument_places, base_name
 from .links import SENT, axis_of
@@ -121,6 +122,22 @@ def moved(node: Node) -> Traffic | None:
     assert how is not None and isinstance(node.target, OpOverload)
     nbytes = moves.nbytes(given, node.meta.get("val"))
     return Traffic(how, base_name(node.target).rstrip("_"), given.get("unit", ""), nbytes)
+
+
+def coded_bytes(start: Node) -> tuple[int, int]:
+    """Return the bytes of memory that a transfer with a wire codec reads and writes at its start, which encodes, and at
+    its wait, which decodes; none for other nodes.
+    """
+    if not isinstance(start.target, OpOverload) or "codec" not in argument_places(start.target):
+        return 0, 0
+    codec, size, x = argument(start, "codec"), argument(start, "size"), tensor_of(start.all_input_nodes[0])
+    if not codec or x is None:
+        return 0, 0
+    both = x.nbytes + nbytes_on_wire(x, codec)
+    if reduces(start):  # the wait adds a rank's row of every rank to the first of them
+        return both, nbytes_on_wire(x, codec) + (2 * size - 1) * x.nbytes // size
+    in_place = traits(start).collective == "gather in place"
+    return (both // size, both) if in_place else (both, both * size)
 
 
 def _given(node: Node) -> dict[str, Any]:

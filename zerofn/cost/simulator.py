@@ -30,7 +30,7 @@ from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
 from .machine import Machine, usual
-from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, flops, moved, touched_bytes
+from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, coded_bytes, flops, moved, touched_bytes
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
@@ -71,6 +71,7 @@ class Lanes:
         self.waited: defaultdict[str, float] = defaultdict(float)
         self.free: defaultdict[str, float] = defaultdict(float)
         self._ready: dict[Node, tuple[str, float]] = {}  # memory -> the lane that fills it, and until when
+        self._decoded: dict[Node, int] = {}  # memory -> bytes that the wait for it reads and writes to decode
 
     def run(self, gm: GraphModule) -> None:
         """Run a graph."""
@@ -100,9 +101,12 @@ class Lanes:
                 self._take(COMPUTE, node, 0.0, seconds)
         else:
             copied = transfer.nbytes * self.machine.busy if transfer.how == SENT else 0.0
-            self._take(COMPUTE, node, 0.0, self.machine.launch + copied)
+            encoded, decoded = coded_bytes(node)
+            self._take(COMPUTE, node, 0.0, self.machine.launch + copied + encoded / self.machine.memory_rate)
             lane, seconds = self.transfer(node, transfer)
             start = self._meanwhile(lane, node, seconds, root)
+            if decoded:
+                self._decoded.update(dict.fromkeys([root[x] for x in writes(node)] or [node], decoded))
             if transfer.how == SENT:
                 self._share(lane, self._links.of(node).cable, start, seconds)
 
@@ -174,9 +178,10 @@ class Lanes:
         if done > self.free[COMPUTE]:
             self.waited[lane] += done - self.free[COMPUTE]
             self.free[COMPUTE] = done
-        if reduces(memory) and is_host(memory.meta["val"].device):  # the wait sums what arrived
-            rows = argument(memory, "size") + 1
-            self._take(COMPUTE, node, 0.0, rows * memory.meta["val"].nbytes / self.machine.memory_rate)
+        nbytes = self._decoded.pop(memory, 0)
+        if not nbytes and reduces(memory) and is_host(memory.meta["val"].device):  # the wait sums what arrived
+            nbytes = (argument(memory, "size") + 1) * memory.meta["val"].nbytes
+        self._take(COMPUTE, node, 0.0, nbytes / self.machine.memory_rate)
 
     def _take(self, lane: str, node: Node, after: float, seconds: float) -> float:
         start = max(self.free[lane], after)

@@ -17,7 +17,8 @@ from .plan import Plan
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
     rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cuts`: the argument of that name as written,
-    empty where no leaf is cut over one. `again`: whether each shard is cut once more, over the replicas (hpZ).
+    empty where no leaf is cut over one. `again`: whether each shard is cut once more, over the replicas (hpZ). `wire`:
+    beside that of the precision.
     """
 
     stage: int
@@ -30,6 +31,7 @@ class Config(NamedTuple):
     mesh: tuple[tuple[str, int], ...] = ()
     cuts: str = ""
     again: bool = False
+    wire: str | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -49,7 +51,8 @@ class Config(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Return the arguments for `shard`."""
-        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "hpz": self.again or None}
+        given = {"stage": self.stage, "precision": self.precision, "offload": self.offload, "wire": self.wire}
+        given["hpz"] = self.again or None
         return {name: value for name, value in given.items() if value is not None}
 
     def label(self, with_rows: bool = True) -> str:
@@ -63,6 +66,7 @@ class Config(NamedTuple):
             self.again and "hpz",
             offload,
             self.precision and _short(self.precision),
+            self.wire and f"wire {self.wire}",
             remat,
             rows,
         )
@@ -207,7 +211,8 @@ class Row:
         c, plan = self.config, self.plan
         about = "~ " if self.estimate is not None else ""
         stage = f"{c.stage} hpz" if c.again else str(c.stage)
-        out = [c.grid, stage, _short(c.offload), _short(c.precision), c.remat or "-", str(c.rows)]
+        precision = _short(c.precision) + (f", wire {c.wire}" if c.wire else "")
+        out = [c.grid, stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}
         out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]

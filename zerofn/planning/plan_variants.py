@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -91,6 +92,7 @@ class Asked(NamedTuple):
     precision: Any = ALL
     remat: Any = ALL
     rows: Any = None
+    wire: Any = None
 
 
 class Initial:
@@ -140,12 +142,10 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
     for how in remats:
         if how not in REMATS:
             raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
-    for precision in precisions:
-        for stage in stages:
-            tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
-            for offload in tiers:
-                for how in remats:
-                    yield Config(stage, offload, precision, how, rows, machine.memory, mesh=axes)
+    for precision, wire, stage in itertools.product(precisions, listed(asked.wire), stages):
+        tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
+        for offload, how in itertools.product(tiers, remats):
+            yield Config(stage, offload, precision, how, rows, machine.memory, mesh=axes, wire=wire)
 
 
 def _tiers(stage: int, machine: Machine) -> list[str | None]:

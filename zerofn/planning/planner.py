@@ -40,6 +40,7 @@ def plan(
     memory: int | str | None = None,
     unit: Callable[[str], str] | None = None,
     hpz: bool = False,
+    wire: Any = None,
 ) -> Table:
     """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
     recommended.
@@ -48,10 +49,10 @@ def plan(
     neither ranks nor devices need exist. `init_state`: as for `shard`. `batch`: one rank's batch, of tensors with
     or without memory; `rows` replaces its size in dim 0. `machine`: a name such as "H100-8", several nodes of it
     ("8 x H100-8"), a file from `zerofn profile`, or a `zerofn.Machine`. `world`: by default all devices of such
-    nodes, or 8. `stage`, `offload`, `precision` and `remat` take one argument of `shard` or `compile`, or a list of
-    them; "all" tries every one that makes a difference. `remat="budget"` is `compile(memory=...)` with the device's
-    memory. `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it is left to
-    CUDA.
+    nodes, or 8. `stage`, `offload`, `precision`, `remat` and `wire` take one argument of `shard` or `compile`, or a
+    list of them; "all", which `wire` does not take, tries every one that makes a difference. `remat="budget"` is
+    `compile(memory=...)` with the device's memory. `memory`: bytes of a device, or a text such as "24GiB", instead of
+    the machine's; 1 GiB of it is left to CUDA.
 
     `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`. `hpz`: as for `shard`. A model
     that is cut over `tensor` is made for a mesh that need not exist, and its cuts are given, too:
@@ -70,7 +71,7 @@ def plan(
     Raises `ValueError` for unknown arguments, `zerofn.CaptureError` for a step that cannot be captured.
     """
     where, ranks = cluster(machine, world, memory)
-    asked = Asked(stage, offload, precision, remat, rows)
+    asked = Asked(stage, offload, precision, remat, rows, wire)
     if isinstance(mesh, str):
         if mesh != AUTO:
             raise ValueError(f"plan(mesh={mesh!r}) is not known; give sizes, {{'data': 4, 'tensor': 2}}, or 'auto'.")

@@ -72,8 +72,8 @@ def shard(
     contiguous, also those that were in another memory format (`channels_last`). The result never aliases the input.
 
     `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
-    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision, offload and hpz. `precision`: None,
-    "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
+    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision, offload, hpz and wire. `precision`:
+    None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
     usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
     "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
 
@@ -166,8 +166,8 @@ def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         )
     if any(asked[name] is not None for name in ("precision", "offload", "wire")) or asked["hpz"]:
         raise ValueError(
-            "shard(stage='auto') takes precision, offload and hpz from the plan; leave them and wire out, or "
-            "give them to zerofn.plan."
+            "shard(stage='auto') takes precision, offload, hpz and wire from the plan; leave them out, or give them to "
+            "zerofn.plan."
         )
     if plan.world != mesh.num_ranks:
         raise ValueError(
@@ -182,7 +182,7 @@ def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
             f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
         )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
-    return {name: options[name] for name in ("stage", "precision", "offload", "hpz") if name in options}
+    return {**asked, **options}
 
 
 def initial(state_or_init: Any, precision: Precision) -> Any:
