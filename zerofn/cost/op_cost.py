@@ -18,6 +18,7 @@ from ..graph.liveness import complete_values, tensors_of, values_of
 from ..graph.nested import call_of
 from ..graph.node_kinds import argument, arguments, reduces, traits
 from ..graph.program import tensor_of
+from ..graph.record import recorded
 from ..ops.registry import Lane, argument_places, base_name
 from .links import SENT, axis_of
 
@@ -145,11 +146,20 @@ def _given(node: Node) -> dict[str, Any]:
     return {name: x.meta["val"] if isinstance(x, Node) else x for name, x in arguments(node).items()}
 
 
-def transfers(gm: GraphModule, mesh: Mesh | None = None, times: int = 1) -> Iterator[tuple[Traffic, int]]:
+def transfers(gm: GraphModule, mesh: Mesh | None = None) -> Iterator[tuple[Traffic, int]]:
     """Return all transfers of a scheduled graph, in order, and how often each happens. `mesh`: whose axes they name."""
+    for node, found, times in _moves(gm):
+        yield found._replace(axis=axis_of(node, mesh)), times
+
+
+@recorded
+def _moves(gm: GraphModule) -> list[tuple[Node, Traffic, int]]:
+    """Return the nodes of a graph and its bodies that move something, what that is, and how often each runs."""
     complete_values(gm.graph)
+    out: list[tuple[Node, Traffic, int]] = []
     for node in gm.graph.nodes:
         if call := call_of(node):
-            yield from transfers(call.body, mesh, times * call.rounds)
+            out += [(x, found, times * call.rounds) for x, found, times in _moves(call.body)]
         elif (found := moved(node)) is not None:
-            yield found._replace(axis=axis_of(node, mesh)), times
+            out.append((node, found, 1))
+    return out

@@ -72,13 +72,17 @@ class Lanes:
         self.free: defaultdict[str, float] = defaultdict(float)
         self._ready: dict[Node, tuple[str, float]] = {}  # memory -> the lane that fills it, and until when
         self._decoded: dict[Node, int] = {}  # memory -> bytes that the wait for it reads and writes to decode
+        # Of graphs that have run, since bodies run again: see `roots`; what a node moves, and its seconds otherwise.
+        self._roots: dict[GraphModule, dict[Node, Node]] = {}
+        self._costs: dict[Node, tuple[Traffic | None, float]] = {}
 
     def run(self, gm: GraphModule) -> None:
-        """Run a graph."""
-        complete_values(gm.graph)
-        root = roots(gm.graph)
+        """Run a graph. It may not change before it runs again."""
+        if gm not in self._roots:
+            complete_values(gm.graph)
+            self._roots[gm] = roots(gm.graph)
         for node in gm.graph.nodes:
-            self.step(node, root)
+            self.step(node, self._roots[gm])
 
     def step(self, node: Node, root: dict[Node, Node]) -> None:
         """Run a node. `root`: see `graph.alias.roots`."""
@@ -92,9 +96,12 @@ class Lanes:
         if node.target is ops.wait.default:
             self._wait(node, root[node.all_input_nodes[0]])
             return
-        transfer = moved(node)
+        if node not in self._costs:
+            transfer = moved(node)
+            self._costs[node] = transfer, self.cost(node) if transfer is None else 0.0
+        transfer, seconds = self._costs[node]
         if transfer is None:
-            seconds = self.cost(node) * (self.machine.slowest if self.world > 1 else 1.0)  # the others wait for it
+            seconds *= self.machine.slowest if self.world > 1 else 1.0  # the others wait for it
             if node.meta.get(ASIDE):
                 self._meanwhile(UPDATES, node, seconds, root)
             else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import operator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, aliased_arguments
 from ..ops.registry import UNDECLARED_VIEWS, argument_places, may_write, traits_of, written_arguments
-from .nested import call_of, foreign_graphs, is_nested, is_unknown, runs_once
+from .nested import call_of, calls, foreign_graphs, is_nested, is_unknown, runs_once
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
 # so that no other object gets its id.
@@ -81,21 +81,37 @@ def _shared_inside(node: Node, k: int) -> list[Node]:
     """Return the input whose memory result `k` of a body is."""
     call = call_of(node)
     assert call is not None
-    root = roots(call.body.graph)
-    memory = [root[x] if isinstance(x, Node) else None for x in call.results]
-    if memory[k] in memory[:k] and memory[k] not in call.given:
-        raise ValueError(f"{call.name}: results {memory.index(memory[k])} and {k} share memory; return one of them.")
-    return [call.given[memory[k]]] if memory[k] in call.given else []  # type: ignore[index]
+    memory = memory_of(call.results[k]) if isinstance(call.results[k], Node) else None
+    return [call.given[memory]] if memory in call.given else []
 
 
 def _written_inside(node: Node) -> list[Node]:
     call = call_of(node)
     assert call is not None
-    if "writes" not in node.meta:  # by position, because the node's arguments may change
-        written = written_memory(roots(call.body.graph))
-        node.meta["writes"] = [i for i, x in enumerate(call.given) if x in written]
-    given = list(call.given.values())
-    return [given[i] for i in node.meta["writes"]]
+    return [value for x, value in call.given.items() if is_written(x)]
+
+
+def is_written(node: Node) -> bool:
+    """Return whether a later node of its graph writes to a value, also through views of it."""
+    todo = [node]
+    while todo:
+        value = todo.pop()
+        for user in value.users:
+            if value in writes(user):
+                return True
+            if value in sources(user):
+                todo.append(user)
+    return False
+
+
+def check_results(gm: GraphModule) -> None:
+    """Raise `ValueError` if a body that is called once returns one memory twice: `sources` knows nothing of that."""
+    for node, call in calls(gm):
+        made = [memory_of(x) for x in call.results if isinstance(x, Node)] if runs_once(node) else []
+        made = [x for x in made if x not in call.given]
+        if len(set(made)) < len(made):
+            twice = next(x for k, x in enumerate(made) if x in made[:k])
+            raise ValueError(f"{call.name} returns the memory of {twice.name} twice; return it once.")
 
 
 def _written_by_foreign(node: Node) -> list[Node]:

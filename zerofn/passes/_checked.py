@@ -173,9 +173,6 @@ def _check_target(node: Node) -> None:
 
 def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
     """Give new nodes the metadata that other passes read: the shape of their value, and their phase."""
-    for node in gm.graph.nodes:
-        if is_nested(node):
-            node.meta.pop("writes", None)  # of its body, which the pass may have replaced
     clean(gm)
     known = before.calls if before is not None else {}
     changed = {n for n in gm.graph.nodes if n.op == "call_function" and n in known and known[n] != _call(n)}

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..cost.machine import Machine
 from ..cost.simulator import usual_for
+from ..graph.alias import check_results
 from ..graph.edit import copied
 from ..graph.nested import calls
 from ..graph.program import Program
@@ -118,6 +119,7 @@ class Pipeline:
                 _dump(program, k, each.name)
         for gm in graphs(program.gm):
             gm.graph.lint()
+            check_results(gm)
 
 
 def _dump(program: Program, number: int, name: str) -> None:
