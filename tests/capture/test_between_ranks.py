@@ -174,10 +174,11 @@ def on_a_mesh(sizes, rank_along):
     return found, loss, {name: after[name] for name, _ in build().named_parameters()}
 
 
-@pytest.mark.part(axis=["tensor", "replicate"])
+@pytest.mark.part(num_ranks=[2], axis=["tensor", "replicate"])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "axis"),
     [
+        (2, {"tensor": 2}, "tensor"),
         (4, {"data": 2, "tensor": 2}, "tensor"),
         (4, {"data": 2, "tensor": 2}, "data"),
         (2, {"expert": 2}, "expert"),

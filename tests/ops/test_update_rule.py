@@ -121,7 +121,7 @@ for moments in (None, "8bit"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # that no other place names a rule, the test above says
 def test_a_new_rule_is_three_places(tmp_path):
     shutil.copytree(ROOT / "ops", tmp_path / "ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     shutil.copytree(ROOT / "zerofn", tmp_path / "zerofn", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))

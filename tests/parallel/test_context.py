@@ -21,7 +21,7 @@ from zerofn.passes.budget.search import graphs
 T5 = transformers.T5Config(vocab_size=67, d_model=24, d_kv=4, d_ff=36, num_layers=1, num_heads=6)
 ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_value_heads": 3}, intermediate_size=35)
 CASES = [
-    ("llama", 3, {"context": 3}, 0, "ring"),
+    pytest.param("llama", 3, {"context": 3}, 0, "ring", marks=pytest.mark.whole),  # rings of 3: test_attention.py
     pytest.param("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses", marks=pytest.mark.whole),
     ("qwen3", 4, {"data": 2, "context": 2}, 2, "ring"),
     pytest.param("mixtral", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),

@@ -19,11 +19,13 @@ CASES = [
     ("llama", 3, {"tensor": 3}, 0),
     pytest.param("llama", 4, {"data": 2, "tensor": 2}, 1, marks=pytest.mark.whole),
     pytest.param("llama, 2 key heads", 4, {"tensor": 4}, 3, marks=pytest.mark.whole),
-    ("llama, tied", 2, {"tensor": 2}, 3),
+    pytest.param("llama, tied", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),  # gpt2 is tied, too
     pytest.param("qwen3", 4, {"replicate": 2, "tensor": 2}, 2, marks=pytest.mark.whole),
     pytest.param("mixtral", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),
     pytest.param("qwen3_moe", 3, {"data": 1, "tensor": 3}, 3, marks=pytest.mark.whole),
-    ("deepseek_v3", 2, {"tensor": 2}, 0),
+    pytest.param(
+        "deepseek_v3", 2, {"tensor": 2}, 0, marks=pytest.mark.whole
+    ),  # attention as in v2; moe/test_experts.py
     ("deepseek_v2", 2, {"tensor": 2}, 3),  # whose attention is cut, by its own plan
     ("llama4", 2, {"tensor": 2}, 3),  # whose experts get tokens alone, sorted
     ("gpt2", 2, {"tensor": 2}, 3),

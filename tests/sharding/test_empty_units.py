@@ -130,7 +130,9 @@ def test_leaves_without_elements(ranks, tmp_path, sizes, given):
 
 
 @pytest.mark.parametrize(
-    "sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.whole), {"tensor": 3}, {"data": 2, "tensor": 2}], ids=str
+    "sizes",
+    [{"tensor": 3}, *(pytest.param(x, marks=pytest.mark.whole) for x in ({"tensor": 2}, {"data": 2, "tensor": 2}))],
+    ids=str,
 )
 def test_slices_of_the_first_rank_alone(ranks, tmp_path, sizes):
     """A unit lives on some ranks of an axis: the others have nothing of it. Any of them tells what it is as a whole."""

@@ -56,6 +56,8 @@ def test_a_step_called_without_grad_mode_gives_the_bits_of_plain_torch(build, n)
 
 @pytest.mark.parametrize("outside", [contextlib.nullcontext, torch.no_grad], ids=["grad mode", "no grad mode"])
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda x: x.__name__)
+@pytest.mark.part(kind=["LSTM"])
+@pytest.mark.part(kind=["GRU"], inside=[torch.enable_grad])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_an_evaluation_has_the_bits_of_the_mode_that_it_asks_for(kind, inside, outside):
     torch.manual_seed(0)
