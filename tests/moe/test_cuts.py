@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofn
-from tests.moe.test_compiled import ALL, OPTIONS, SOME, STEPS, TOKENS, WIDTH, over_rows, start
+from tests.moe.test_compiled import ALL, OPTIONS, SOME, STEPS, TOKENS, WIDTH, named, over_rows, start
 from tests.support.plain_moe import plain_layer
 from tests.support.same import assert_same_trees
 from zerofn import collectives, moe, optim
@@ -76,11 +76,6 @@ def trained(mesh, stage, captured, num_microbatches=1, **options):
 def trained_each(sizes, cases):
     mesh = Mesh.make(**sizes)
     return [trained(mesh, *case) for case in cases], [trained(mesh, *case, 2) for case in ((2, True), (3, False))]
-
-
-def named(params):
-    paths, leaves, _ = zerofn.tree.flatten_with_path(params)
-    return {zerofn.tree.name_of(p): x for p, x in zip(paths, leaves, strict=True)}
 
 
 def check(found, expected):

@@ -45,6 +45,21 @@ def plain(tx: optim.GradientTransformation, dtype: torch.dtype = torch.float64, 
     return state
 
 
+def by_optax(tx: Any) -> dict[str, torch.Tensor]:
+    """The parameters after the same steps of a transformation of optax's, in float64."""
+    import jax
+    import numpy as np
+    import optax
+
+    with jax.enable_x64(True):
+        values = {k: np.asarray(v) for k, v in params().items()}
+        state = tx.init(values)
+        for k in range(STEPS):
+            updates, state = tx.update({name: np.asarray(v) for name, v in grads(k).items()}, state, values)
+            values = optax.apply_updates(values, updates)
+        return {k: torch.from_numpy(np.array(v)) for k, v in values.items()}
+
+
 def by_updates(tx: optim.GradientTransformation, dtype: torch.dtype = torch.float64) -> Any:
     """The parameters after some steps of `update` and `apply_updates`."""
     values = params(dtype)
