@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import zerofn
@@ -58,11 +60,11 @@ scores.register_autograd(
 )
 
 
-def planned_seconds():
+def planned_seconds(loss_of=lambda p, q: scores(q, p["k"]).sum()):
     """Of a step on a machine on which nothing takes time but arithmetic: a billion operations a second."""
 
     def train_step(state, q):
-        loss, grads = state.value_and_grad(lambda p, q: scores(q, p["k"]).sum())(q)
+        loss, grads = state.value_and_grad(loss_of)(q)
         return state.apply_gradients(grads), loss
 
     machine = zerofn.Machine("slow", "cpu", 1, 1e12, 1e30, {"float32": 1e9}, 1e30, 1e30, launch=1e-30)
@@ -84,3 +86,40 @@ def test_a_formula_for_a_users_operation_comes_out_in_plans():
         assert planned_seconds() - before == pytest.approx(5 * 32 * 16 * 64 / 1e9)
     finally:
         del flop_registry[torch.ops.op_cost_test.scores]
+
+
+def products(k, q):
+    """Two products, of 2 * 64 * 16 * 32 operations each if `q` has 32 rows."""
+    return q @ k.t() @ k
+
+
+@torch.no_grad()
+def plainly(p, q):
+    return products(p["k"], q)
+
+
+@torch.no_grad()
+def in_a_branch(p, q):
+    return torch.cond(q.sum() > 0, lambda k, q: q.sin(), products, (p["k"], q))
+
+
+@torch.no_grad()
+def in_rows(p, q):
+    k = p["k"]
+    _, rows = scan(lambda c, x: (c + 1, products(k, x)), torch.zeros(()), q.reshape(4, 8, 16))
+    return rows
+
+
+@pytest.mark.parametrize("run", [plainly, in_a_branch, in_rows])
+def test_what_runs_graphs_takes_what_they_take(run):
+    seconds = planned_seconds(lambda p, q: (p["k"] * run(p, q).sum()).sum())
+    assert seconds == pytest.approx(2 * 2 * 64 * 16 * 32 / 1e9)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_takes_what_attention_takes():
+    def with_it(p, q):
+        q = q.reshape(1, 2, 16, 16)
+        return (p["k"] * flex_attention(q, q, q, score_mod=lambda score, *at: score * 2).detach().sum()).sum()
+
+    assert planned_seconds(with_it) == pytest.approx(2 * 2 * 2 * 16 * 16 * 16 / 1e9)  # two products in each head

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -15,7 +15,7 @@ from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.nested import call_of
+from ..graph.nested import call_of, foreign_graphs
 from ..graph.node_kinds import argument, arguments, reduces, traits
 from ..graph.program import tensor_of
 from ..graph.record import recorded
@@ -24,6 +24,7 @@ from .links import SENT, axis_of
 
 READ, WRITTEN, DOWN, UP = "read", "written", "to the host", "to the device"
 _GROUPED = (("self", "mat2"), ("input", "weight"))  # names of torch's grouped product, and of transformers'
+_Number = TypeVar("_Number", int, float)
 _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
 
 
@@ -46,9 +47,11 @@ def flops(node: Node) -> int:
     """Return the operations of matrix products, convolutions, attention and what says its own; 0 for everything else.
 
     An operation of somebody's says so by `torch.utils.flop_counter.register_flop_formula`, one of ours by its traits.
+    What runs graphs of its own, such as `torch.cond`, takes what they take.
     """
     if not isinstance(node.target, OpOverload):
-        return 0
+        formula = flop_registry.get(node.target) if foreign_graphs(node) else None  # torch has one of flex_attention
+        return of_graphs(node, flops) if formula is None else _by(formula, node)
     own = traits(node).flops
     if own is not None:
         return int(own(_given(node), node.meta["val"]))
@@ -56,10 +59,27 @@ def flops(node: Node) -> int:
     groups = groups_of(node)
     if groups is not None:
         return 2 * groups.rows * groups.products * len(tensors_of(node.meta["val"]))
-    if formula is None:
-        return 0
+    return 0 if formula is None else _by(formula, node)
+
+
+def _by(formula: Callable[..., Any], node: Node) -> int:
     args, kwargs = values_of(node)
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def of_graphs(node: Node, cost: Callable[[Node], _Number]) -> _Number:
+    """Return the costs of all nodes in the graphs that an operation of torch's or of another library runs; 0 for other
+    operations. Of `torch.cond` the dearest branch counts; `scan` runs as often as it has rows, and all else once.
+    """
+    graphs = foreign_graphs(node)
+    for gm in graphs:
+        complete_values(gm.graph)
+    costs: list[Any] = [sum(cost(x) for x in gm.graph.nodes if x.op == "call_function") for gm in graphs]
+    kind = node.target.name() if costs else ""  # type: ignore[union-attr]
+    if kind == "cond":
+        return max(costs)
+    rows = tensors_of([x.meta["val"] for x in node.args[2]]) if kind == "scan" else []  # type: ignore[union-attr]
+    return sum(costs) * (len(rows[0]) if rows else 1)
 
 
 class GroupedProduct(NamedTuple):

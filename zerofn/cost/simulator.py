@@ -30,7 +30,7 @@ from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
 from .machine import Machine, usual
-from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, coded_bytes, flops, moved, touched_bytes
+from .op_cost import DOWN, READ, UP, WRITTEN, Traffic, coded_bytes, flops, moved, of_graphs, touched_bytes
 
 ops = torch.ops.zerofn
 COMPUTE, UPDATES = "computing", "updates on the host"
@@ -228,7 +228,9 @@ class Timeline(Lanes):
 
 
 def roofline(machine: Machine) -> Cost:
-    """Return the seconds of a node: for its arithmetic or for the memory that it touches, whichever is longer."""
+    """Return the seconds of a node: for its arithmetic or for the memory that it touches, whichever is longer. What
+    runs graphs of its own, such as `torch.cond`, takes as long as their nodes.
+    """
 
     def cost(node: Node) -> float:
         nbytes = touched_bytes(node)
@@ -241,7 +243,8 @@ def roofline(machine: Machine) -> Cost:
         )  # numbers may be on either device
         on_host = machine.device != "cpu" and all(is_host(x.device) for x in large)
         rate = machine.known("host_rate") / machine.ranks if on_host else machine.memory_rate
-        return max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
+        own = max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
+        return max(own, of_graphs(node, cost))
 
     return cost
 
