@@ -376,6 +376,55 @@ def test_a_value_is_not_read_after_its_memory_has_gone_to_another():
             pipeline(True, [edit]).run(program)
 
 
+def reads_parameters(program):
+    """Add the sum of all that is computed with, of the size of a weight, to the last result."""
+    graph, output = program.gm.graph, program.output
+    values = list(output.args[0])
+    size = MODULE[0].weight.numel()
+    weights = [n for n in graph.nodes if n.target is aten.t.default and n.meta["val"].numel() == size]
+    assert weights
+    with graph.inserting_before(output):
+        for weight in weights:
+            total = graph.call_function(aten.sum.default, (weight,))
+            values[-1] = graph.call_function(aten.add.Tensor, (values[-1], total))
+    output.args = (values,)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("name", ["donate", "raise_updates", "assign_buffers"])
+def test_a_parameter_is_not_read_after_its_update(name, stage):
+    """Behind donation the new state lies in the old one's memory: such a read would find some old and some new."""
+    step, mine = train_step_of(MODULE), Pass(reads_parameters)
+    with pytest.raises(PassError, match=r"reads .* after .* has written to its memory.*before\(.donate."):
+        zerofn.compile(step, passes=after(name, mine))(state_of(MODULE, stage), batch_of())
+    assert zerofn.compile(step, passes=[mine])(state_of(MODULE, stage), batch_of())
+
+
+def writes_between_inputs(gm, context):
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_after(first):
+        gm.graph.call_function(aten.mul.Tensor, (first, 2.0))
+
+
+def test_operations_stand_behind_all_inputs():
+    with pytest.raises(PassError, match="'mul.*' stands before the input '.*'; put it behind all inputs"):
+        trained(smooth("none"), 2, passes=first(Pass(writes_between_inputs, "body")))
+
+
+def says_another_shape(program):
+    graph = program.gm.graph
+    node = next(n for n in graph.nodes if n.target is aten.tanh.default)
+    with graph.inserting_after(node):
+        flat = graph.call_function(aten.view.default, (node, [-1]))
+    flat.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(flat, delete_user_cb=lambda user: user is not flat)
+
+
+def test_what_a_pass_says_of_shapes_is_worked_out_again():
+    with pytest.raises(PassError, match="its operations do not fit together"):
+        lowered(says_another_shape)
+
+
 class Prepares:
     """A backend with a pass of its own."""
 

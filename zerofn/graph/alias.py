@@ -151,10 +151,15 @@ def touches(graph: Graph, root: dict[Node, Node]) -> dict[Node, list[Node]]:
     """
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
-        sent = _sent(node.all_input_nodes[0]) if node.target is torch.ops.zerofn.wait.default else []
-        for memory in {root[used]: None for used in (node, *node.all_input_nodes, *sent)}:
+        for memory in {root[used]: None for used in (node, *reads(node))}:
             found.setdefault(memory, []).append(node)
     return found
+
+
+def reads(node: Node) -> list[Node]:
+    """Return the values that a node reads; that of a wait are also those which the transfer reads until then."""
+    sent = _sent(node.all_input_nodes[0]) if node.target is torch.ops.zerofn.wait.default else []
+    return [*node.all_input_nodes, *sent]
 
 
 def _sent(start: Node) -> list[Node]:
@@ -167,6 +172,23 @@ def _sent(start: Node) -> list[Node]:
 def last_uses(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, int]:
     """Map memory to the position of the last node that touches it, through any view."""
     return {memory: where[nodes[-1]] for memory, nodes in touches(graph, root).items()}
+
+
+def overwritten(graph: Graph) -> dict[tuple[Node, Node], Node]:
+    """Return (reader, value) -> the node that has written to the value's memory since it was computed. A reader that
+    writes there itself means the memory, as it is then.
+    """
+    where, root = positions(graph), roots(graph)
+    writer: dict[Node, Node] = {}
+    found: dict[tuple[Node, Node], Node] = {}
+    for node in graph.nodes:
+        changed = {root[x] for x in writes(node)}
+        for value in reads(node):
+            last = writer.get(root[value])
+            if last is not None and where[value] < where[last] and root[value] not in changed:
+                found[node, value] = last
+        writer.update((memory, node) for memory in changed)
+    return found
 
 
 def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node]) -> dict[Node, Node]:

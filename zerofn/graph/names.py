@@ -16,9 +16,14 @@ def input_names(program: Program) -> dict[Node, str]:
     """Return what errors call each input of the graph."""
     nodes = program.placeholders
     out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
-    out.update({n: f"state entry {name!r}" for n, name in zip(nodes, program.state.names, strict=False)})
+    out.update(
+        {
+            n: f"state entry {name!r}" if name else "the state"
+            for n, name in zip(nodes, program.state.names, strict=False)
+        }
+    )
     batch = zip(program.batch_placeholders, program.batch.names, strict=True)
-    out.update({n: f"batch entry {name!r}" for n, name in batch})
+    out.update({n: f"batch entry {name!r}" if name else "the batch" for n, name in batch})
     return out
 
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import OpOverload
 from ..capture.capture import CaptureError
 from ..capture.verify import check_purity
-from ..graph.alias import is_given, positions, roots, touches, written_memory
+from ..graph.alias import is_given, overwritten, positions, roots, touches, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes, tensors_of
 from ..graph.nested import graphs_of, is_nested
@@ -39,6 +39,7 @@ def apply_checked(program: Program, each: Pass) -> None:
     - It writes only to its own memory, or where it wrote before. The state, the batch, constants and gathered units are
       not its own, except where the state is donated.
     - Every transfer is waited for before its result is read.
+    - No value is read after its memory was written to, as the state's is behind `donate`, but where it was before.
     - Behind `assign_buffers`, no value is read after its place in a static buffer has gone to another.
     - Before donation and scheduling, the step is still a pure function, and no shard enters an operation that needs the
       whole tensor (`graph.verify.check_purity`).
@@ -81,6 +82,7 @@ class _GraphFacts:
         self.outputs = [_signature(x) for x in _outputs(graph)]
         self.written = _written(graph)
         self.unwaited = _unwaited(graph)
+        self.overwritten = overwritten(graph)
 
 
 def _impurity(program: Program) -> CaptureError | None:
@@ -94,6 +96,8 @@ def _impurity(program: Program) -> CaptureError | None:
 def _check(program: Program, before: _Facts) -> None:
     if program.gm is not before.gm:  # the decisions about memory are in its metadata
         raise _Unsound("it put another module in the place of program.gm; change program.gm.graph in place")
+    for gm, facts in before.graphs.items():
+        _check_inputs(gm.graph, facts)
     for gm in graphs_of(program.gm):
         _check_nodes(gm, before.graphs.get(gm))
         _complete(gm, before.graphs.get(gm))
@@ -108,10 +112,32 @@ def _check(program: Program, before: _Facts) -> None:
                 f"{min(new)!r} starts a transfer whose result is read without torch.ops.zerofn.wait; read what the "
                 "wait returns"
             )
+        _check_overwritten(now.overwritten, was.overwritten if was is not None else {})
         _check_places(gm.graph)
     error = _impurity(program) if before.pure else None
     if error is not None:
         raise _Unsound(f"what it leaves could not have been captured: {str(error).rstrip('.')}") from error
+
+
+def _check_inputs(graph: Graph, before: _GraphFacts) -> None:
+    """Raise if an operation stands before an input."""
+    first = None
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            first = first or node
+        elif first is not None and node in before.calls:
+            raise _Unsound(f"{first.name!r} stands before the input {node.name!r}; put it behind all inputs")
+
+
+def _check_overwritten(now: dict[tuple[Node, Node], Node], was: dict[tuple[Node, Node], Node]) -> None:
+    """Raise for a value that is read after its memory was written to, which it was not before the pass."""
+    for (reader, value), writer in now.items():
+        if (reader, value) not in was:
+            raise _Unsound(
+                f"{reader.name!r} reads {value.name!r} after {writer.name!r} has written to its memory. Read it "
+                "earlier, or put the pass where nothing is overwritten yet: "
+                'zerofn.passes.before("donate", ...), where compile(passes=[mine]) has it'
+            )
 
 
 def _check_places(graph: Graph) -> None:
@@ -175,7 +201,7 @@ def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
     """Give new nodes the metadata that other passes read: the shape of their value, and their phase."""
     clean(gm)
     known = before.calls if before is not None else {}
-    changed = {n for n in gm.graph.nodes if n.op == "call_function" and n in known and known[n] != _call(n)}
+    changed = {n for n in gm.graph.nodes if n.op == "call_function" and known.get(n) != _call(n)}
     try:
         _update_values(gm.graph, changed)
     except Exception as error:

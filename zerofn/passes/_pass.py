@@ -37,10 +37,12 @@ class Pass:
     ZEROFN_DUMP's file names; the function's by default.
 
     The search for a schedule within `memory=` runs passes several times on copies. So a pass changes the program that
-    it is called with and nothing else. `searched`: False for one that the search leaves out, since it changes neither
-    memory nor time, or what it does differs by rank, as the decisions of all must not. `required`: without it, or in
-    another order, results are wrong. `carries_out`: it does what was decided about memory; the first such pass ends
-    what runs before the decisions.
+    it is called with and nothing else. `searched`: False for one that the search leaves out, because it changes neither
+    memory nor time. `required`: without it, or in another order, results are wrong. `carries_out`: it carries out the
+    search's decisions about memory; the search runs before the first such pass.
+
+    A pass must compute the same on all ranks, which is not checked beyond their transfers. One whose nodes differ by
+    rank, because a rank reads what it has itself, takes no part in the search.
     """
 
     fn: Callable[..., None]
