@@ -43,6 +43,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from torch._higher_order_ops.utils import reenter_make_fx as trace_inner
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # code is made when it is run or read
 from torch.fx._lazy_graph_module import _use_lazy_graph_module as lazy_code
+from torch.fx.experimental.proxy_tensor import _temp_remove_metadata_torch_function_mode as without_names_of_calls
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as outside_trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -102,7 +102,7 @@ def step_of(model, n=1):
     [
         *((model, n) for model in (branches, trees_of_branches) for n in (1, 2)),
         *((model, 2) for model in (branches_that_write, rounds, carried, an_operation_that_writes)),
-        (attention, 1),
+        *((attention, n) for n in (1, 2)),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -113,6 +113,23 @@ def test_operations_of_torch_with_graphs_are_those_of_plain_torch(model, n):
         state, loss = step(state, batch)
         assert torch.equal(loss, expected)
     assert_same_trees(zerofn.unshard(state).params, plain.params)
+
+
+def differentiated_rounds(p, x):
+    _, y = while_loop(lambda i, a: i < 3, lambda i, a: (i + 1, a * 1.5), (torch.tensor(0), x @ p["w"]))
+    return y + p["b"]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch asks
+@pytest.mark.parametrize("model", [differentiated_rounds, attention])
+def test_plain_torch_runs_them_as_before_after_a_capture(model):
+    x = batches()[0]
+    torch.compiler.reset()
+    expected = model(state_of().params, x)
+    torch.compiler.reset()
+    zerofn.compile(step_of(model, 2))(zerofn.shard(state_of, stage=3), x)
+    assert torch.equal(model(state_of().params, x), expected)
 
 
 def closing(p, x):

@@ -18,6 +18,7 @@ from .._torch_compat import (
     outside_trace,
     proxies_of,
     trace_inner,
+    without_names_of_calls,
 )
 from ..graph.nested import fold, repeat, stack_of
 from ..util.nested_arguments import tensors_in, with_tensors
@@ -46,10 +47,20 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
     return sums, rows, static
 
 
-class _RecordReads(TorchDispatchMode):
-    """Records in `found` the tensors from outside: those that operations read, neither `inputs` nor made inside."""
+class _Mode(TorchDispatchMode):
+    """A mode that sees `torch.cond` and the like, and under which dynamo, which these run, works: it would skip their
+    code for the rest of the process instead.
+    """
 
-    supports_higher_order_operators = True  # `torch.cond` and the like come through `__torch_dispatch__`, too
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _RecordReads(_Mode):
+    """Records in `found` the tensors from outside: those that operations read, neither `inputs` nor made inside."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -67,10 +78,8 @@ class _RecordReads(TorchDispatchMode):
         return out
 
 
-class _ReplaceTensors(TorchDispatchMode):
+class _ReplaceTensors(_Mode):
     """Replaces the tensors that the body closes over by the body's own inputs. `pairs`: id -> input."""
-
-    supports_higher_order_operators = True
 
     def __init__(self, pairs: dict[int, Tensor]) -> None:
         super().__init__()
@@ -93,7 +102,7 @@ def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor]
     assert trace is not None
     casts_once = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
-    with outside_trace():
+    with outside_trace(), without_names_of_calls():  # dynamo gets on with one such mode: the body's
         index = torch.zeros((), dtype=torch.int64)
         slices = [_empty_like(s[0]) for s in sequences]
         outside = _RecordReads([index, *slices])
