@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.scan import scan
 from torch.func import functional_call
 
 import zerofn
@@ -265,6 +266,11 @@ def make_state():
     return zerofn.shard(zerofn.TrainState.create(params=dict(MODULE.named_parameters()), tx=optim.sgd(0.1)))
 
 
+def scanning(params, batch):
+    rows = batch["x"] * params["0.weight"].sum()
+    return scan(lambda total, row: (total + row, total * row), torch.zeros(4), rows)[0].sum()
+
+
 def sparse(params, batch):
     return torch.nn.functional.embedding(batch["x"].long(), params["0.weight"], sparse=True).mean()
 
@@ -320,6 +326,7 @@ MISTAKES = {
         steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
         "write zerofn.gather(params)['0.weight'] for the leaf, zerofn.global_norm(params)",
     ),
+    "scan": (losing(scanning), "torch cannot capture the gradient through a scan: write a Python loop"),
     "sparse": (losing(sparse), "nn.Embedding(..., sparse=False)"),
     "jagged": (
         steps(lambda state, batch, loss: torch.nested.nested_tensor(list(batch["x"]), layout=torch.jagged).sum()),
@@ -340,6 +347,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch asks, in a scan
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_in_a_step_says_what_to_write_and_where(name):
     step, says = MISTAKES[name]

@@ -78,6 +78,12 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "zerofn.eager_region, with dense tensors as its arguments and results",
     ),
     (
+        r"call_function scan\b.*Mixing fake modes",
+        RuntimeError,
+        "torch cannot capture the gradient through a scan: write a Python loop over the rows, or keep the scan inside "
+        "zerofn.eager_region",
+    ),
+    (
         r"its data is not allocated yet",
         RuntimeError,
         "while a step is captured its tensors have no values, and something here reads them: write torch.stack([x, y]) "
