@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import OpOverload
 from ..capture.capture import CaptureError
 from ..capture.verify import check_purity
-from ..graph.alias import is_given, overwritten, positions, roots, touches, written_memory
+from ..graph.alias import is_given, is_view, overwritten, positions, roots, touches, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, memory_bytes, tensors_of
 from ..graph.nested import graphs_of, is_nested
@@ -82,7 +82,7 @@ class _GraphFacts:
         self.outputs = [_signature(x) for x in _outputs(graph)]
         self.written = _written(graph)
         self.unwaited = _unwaited(graph)
-        self.overwritten = overwritten(graph)
+        self.overwritten = _overwritten(graph)
 
 
 def _impurity(program: Program) -> CaptureError | None:
@@ -112,7 +112,8 @@ def _check(program: Program, before: _Facts) -> None:
                 f"{min(new)!r} starts a transfer whose result is read without torch.ops.zerofn.wait; read what the "
                 "wait returns"
             )
-        _check_overwritten(now.overwritten, was.overwritten if was is not None else {})
+        if was is not None:
+            _check_overwritten(was, now)
         _check_places(gm.graph)
     error = _impurity(program) if before.pure else None
     if error is not None:
@@ -129,14 +130,26 @@ def _check_inputs(graph: Graph, before: _GraphFacts) -> None:
             raise _Unsound(f"{first.name!r} stands before the input {node.name!r}; put it behind all inputs")
 
 
-def _check_overwritten(now: dict[tuple[Node, Node], Node], was: dict[tuple[Node, Node], Node]) -> None:
+def _overwritten(graph: Graph) -> dict[tuple[str, str], str]:
+    """Return (reader, value) -> the node that has written to the value's memory in between. Of memory that the graph
+    makes itself, results and new views may mean what is in it by then, as may what is handed to a body.
+    """
+    root, found = roots(graph), {}
+    for (reader, value), writer in overwritten(graph).items():
+        means_memory = not is_given(root[value]) and (is_view(reader) or reader.op == "output")
+        if not means_memory and not is_nested(reader):
+            found[reader.name, value.name] = writer.name
+    return found
+
+
+def _check_overwritten(was: _GraphFacts, now: _GraphFacts) -> None:
     """Raise for a value that is read after its memory was written to, which it was not before the pass."""
-    for (reader, value), writer in now.items():
-        if (reader, value) not in was:
+    for (reader, value), writer in now.overwritten.items():
+        if (reader, value) not in was.overwritten:
             raise _Unsound(
-                f"{reader.name!r} reads {value.name!r} after {writer.name!r} has written to its memory. Read it "
-                "earlier, or put the pass where nothing is overwritten yet: "
-                'zerofn.passes.before("donate", ...), where compile(passes=[mine]) has it'
+                f"{reader!r} reads {value!r} after {writer!r} has written to its memory. Read it earlier, or put the "
+                'pass where nothing is overwritten yet: zerofn.passes.before("donate", ...), where '
+                "compile(passes=[mine]) has it"
             )
 
 
