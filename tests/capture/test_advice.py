@@ -329,8 +329,8 @@ MISTAKES = {
     ),
     "scan": (losing(scanning), "torch cannot capture the gradient through a scan: write a Python loop"),
     "sparse": (losing(sparse), "nn.Embedding(..., sparse=False)"),
-    "jagged": (
-        steps(lambda state, batch, loss: torch.nested.nested_tensor(list(batch["x"]), layout=torch.jagged).sum()),
+    "nested": (
+        steps(lambda state, batch, loss: torch.nested.as_nested_tensor(list(batch["x"])).to_padded_tensor(0.0)),
         "jagged and nested tensors cannot be captured: pad and mask",
     ),
     "write to a storage": (steps(lambda state, batch, loss: batch["x"].untyped_storage().fill_(0)), "x.copy_(y)"),
