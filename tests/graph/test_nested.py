@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import cond
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch._ops import HigherOrderOperator
@@ -32,6 +33,10 @@ def batches():
 
 def branches(p, x):
     return torch.cond(x.sum() > 0, lambda y, w: (y @ w).sin(), lambda y, w: (y @ w.T).cos(), (x, p["w"])) + p["b"]
+
+
+def imported_before(p, x):
+    return cond(x.mean() > 0, lambda y, w: (y @ w).cos(), lambda y, w: (y @ w).sin(), (x, p["w"])) + p["b"]
 
 
 def trees_of_branches(p, x):
@@ -100,7 +105,7 @@ def step_of(model, n=1):
 @pytest.mark.parametrize(
     "model, n",
     [
-        *((model, n) for model in (branches, trees_of_branches) for n in (1, 2)),
+        *((model, n) for model in (branches, imported_before, trees_of_branches) for n in (1, 2)),
         *((model, 2) for model in (branches_that_write, rounds, carried, an_operation_that_writes)),
         *((attention, n) for n in (1, 2)),
     ],

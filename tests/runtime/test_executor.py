@@ -38,29 +38,8 @@ def chain(*functions):
     return GraphModule(torch.nn.Module(), graph)
 
 
-def test_values_are_freed_at_their_last_use():
-    alive = []
-    seen = []
-
-    def made(x):
-        y = x + 1
-        alive.append(weakref.ref(y))
-        return y
-
-    def looked(x):
-        seen.append([ref() is not None for ref in alive])
-        return x + 1
-
-    executor = Executor(chain(made, made, looked, made, looked))
-    inputs = [torch.zeros(3)]
-    alive.append(weakref.ref(inputs[0]))
-    (out,) = executor.run(inputs)
-    # The caller's value and the first are gone at the first look; only what is looked at is there.
-    assert seen == [[False, False, True], [False, False, False, True]]
-    assert inputs == [] and torch.equal(out, torch.full((3,), 5.0))
-
-
-def test_an_input_of_a_call_is_freed_at_its_last_use_inside():
+def watched():
+    """References to values, and at each look which of them are alive; a function that makes one, and one that looks."""
     alive, seen = [], []
 
     def made(x):
@@ -72,6 +51,22 @@ def test_an_input_of_a_call_is_freed_at_its_last_use_inside():
         seen.append([ref() is not None for ref in alive])
         return x + 1
 
+    return alive, seen, made, looked
+
+
+def test_values_are_freed_at_their_last_use():
+    alive, seen, made, looked = watched()
+    executor = Executor(chain(made, made, looked, made, looked))
+    inputs = [torch.zeros(3)]
+    alive.append(weakref.ref(inputs[0]))
+    (out,) = executor.run(inputs)
+    # The caller's value and the first are gone at the first look; only what is looked at is there.
+    assert seen == [[False, False, True], [False, False, False, True]]
+    assert inputs == [] and torch.equal(out, torch.full((3,), 5.0))
+
+
+def test_an_input_of_a_call_is_freed_at_its_last_use_inside():
+    _, seen, made, looked = watched()
     graph = Graph()
     x = graph.placeholder("x")
     first, second = (graph.call_function(made, (x,)) for _ in range(2))

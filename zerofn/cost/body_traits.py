@@ -12,7 +12,7 @@ from ..graph.alias import is_written
 from ..graph.liveness import complete_values, moments
 from ..graph.nested import call_of
 from ..graph.record import recorded
-from .op_cost import Traffic, flops, transfers
+from .op_cost import Traffic, flops, traffic
 
 
 class BodyTraits(NamedTuple):
@@ -33,13 +33,10 @@ def body_traits(gm: GraphModule, mesh: Mesh | None = None) -> BodyTraits:
     They are computed once, and again if the graph has changed.
     """
     inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
-    sends: Counter[Traffic] = Counter()
-    for found, times in transfers(gm, mesh):
-        sends[found] += times
     return BodyTraits(
         [k for k, x in enumerate(inputs) if x.users],
         [k for k, x in enumerate(inputs) if is_written(x)],
-        sends,
+        traffic(gm, mesh),
         _flops(gm),
         _peak(gm),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -164,6 +165,14 @@ def coded_bytes(start: Node) -> tuple[int, int]:
 def _given(node: Node) -> dict[str, Any]:
     """Return the values of a node's arguments, by name."""
     return {name: x.meta["val"] if isinstance(x, Node) else x for name, x in arguments(node).items()}
+
+
+def traffic(gm: GraphModule, mesh: Mesh | None = None) -> Counter[Traffic]:
+    """Return what a graph moves -> how often."""
+    found: Counter[Traffic] = Counter()
+    for x, times in transfers(gm, mesh):
+        found[x] += times
+    return found
 
 
 def transfers(gm: GraphModule, mesh: Mesh | None = None) -> Iterator[tuple[Traffic, int]]:

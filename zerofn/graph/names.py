@@ -16,15 +16,15 @@ def input_names(program: Program) -> dict[Node, str]:
     """Return what errors call each input of the graph."""
     nodes = program.placeholders
     out = {n: f"the gathered copy of a parameter unit ({n.name})" for n in nodes}
-    out.update(
-        {
-            n: f"state entry {name!r}" if name else "the state"
-            for n, name in zip(nodes, program.state.names, strict=False)
-        }
-    )
+    state = zip(nodes, program.state.names, strict=False)  # copies of units have no names
+    out.update((n, _entry("state", name)) for n, name in state)
     batch = zip(program.batch_placeholders, program.batch.names, strict=True)
-    out.update({n: f"batch entry {name!r}" if name else "the batch" for n, name in batch})
+    out.update((n, _entry("batch", name)) for n, name in batch)
     return out
+
+
+def _entry(what: str, name: str) -> str:
+    return f"{what} entry {name!r}" if name else f"the {what}"
 
 
 def names_inside(call: Call, names: dict[Node, str]) -> dict[Node, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..cost.machine import Machine, machine_of
-from ..cost.op_cost import SENT, Traffic, moved, transfers
+from ..cost.op_cost import SENT, Traffic, moved, traffic
 from ..cost.op_timer import measured
 from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
@@ -105,11 +105,8 @@ class Plan:
         """Return what the step moves -> how often: bytes sent to other ranks along each axis of the mesh, read from and
         written to drives, copied to and from host memory.
         """
-        found: Counter[Traffic] = Counter()
         with self._there():
-            for x, times in transfers(self.program.gm, self.program.mesh):
-                found[x] += times
-        return found
+            return traffic(self.program.gm, self.program.mesh)
 
     def _there(self) -> contextlib.AbstractContextManager[None]:
         """Enter the fake machine that the step was captured for."""

@@ -189,10 +189,5 @@ def _runs(values: Any) -> tuple[list[Tensor], dict[int, list[_Run]], Spec | None
 
 
 def _sharded_runs(sharded: Sharded, tensor: int, leaf: int) -> Iterator[_Run]:
-    spec = sharded.spec
-    for k, unit in enumerate(spec.layout.units):
-        begin = spec.bounds(unit)[0]
-        for start, stop, row, mine in spec.stored_shards(unit):
-            for x, a, b in unit.intervals(start, stop):
-                shift, once = start - begin, mine and spec.counts(x)
-                yield _Run(tensor + k, a + shift, b + shift, start + a - x.offset, row, leaf + x.index, once)
+    for x in sharded.spec.stored_runs():
+        yield _Run(tensor + x.unit, x.start, x.stop, x.first, x.row, leaf + x.leaf.index, x.counts)

@@ -132,13 +132,8 @@ class _Parts(NamedTuple):
 
 
 def _sharded_parts(sharded: Sharded, first: int, column: int) -> Iterator[_Part]:
-    spec = sharded.spec
-    for i, unit in enumerate(spec.layout.units):
-        begin = spec.bounds(unit)[0]
-        for start, stop, row, mine in spec.stored_shards(unit):
-            for leaf, a, b in unit.intervals(start, stop):
-                shift, once = start - begin, mine and spec.counts(leaf)
-                yield _Part(first + i, a + shift, b + shift, row, column + leaf.index, once)
+    for x in sharded.spec.stored_runs():
+        yield _Part(first + x.unit, x.start, x.stop, x.row, column + x.leaf.index, x.counts)
 
 
 def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:

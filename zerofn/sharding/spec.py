@@ -7,6 +7,7 @@ such a part as a copy, from which units are gathered among the ranks of a node.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -32,6 +33,20 @@ class StoredShard(NamedTuple):
     stop: int
     row: int
     mine: bool
+
+
+class StoredRun(NamedTuple):
+    """Elements [start, stop) of this rank's tensor of unit `unit`: those of `leaf` from its element `first` on. `row`:
+    see `StoredShard`. `counts`: whether no rank before this one has the same elements.
+    """
+
+    unit: int
+    start: int
+    stop: int
+    leaf: Leaf
+    first: int
+    row: int
+    counts: bool
 
 
 @dataclass(frozen=True)
@@ -120,6 +135,15 @@ class Spec:
         numbers = range(unit.num_shards) if unit.of_experts else self.mesh.shards_by_row
         rows = {number: row for row, number in enumerate(numbers)}
         return [StoredShard(*self.layout.cut(unit, k), rows.get(k, 0), k in rows) for k in range(unit.num_shards)]
+
+    def stored_runs(self) -> Iterator[StoredRun]:
+        """Yield the elements that this rank stores, leaf by leaf."""
+        for k, unit in enumerate(self.layout.units):
+            begin = self.bounds(unit)[0]
+            for start, stop, row, mine in self.stored_shards(unit):
+                for leaf, a, b in unit.intervals(start, stop):
+                    at, first = start - begin, start + a - leaf.offset
+                    yield StoredRun(k, at + a, at + b, leaf, first, row, mine and self.counts(leaf))
 
     def num_shards(self, unit: Unit) -> int:
         """Return the number of parts that a unit is stored in: 1 at stage 0."""
