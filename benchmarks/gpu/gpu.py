@@ -22,8 +22,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parents[1]  # benchmarks/
 ROOT = HERE.parent
 # What each part may take of the time that is left, beside the parts after it.
-PARTS = {"correct": 110, "ranks": 70, "meshes": 60, "kernels": 40, "plain": 60, "large_offload": 95, "big_24": 95,
-         "big_10": 90, "tokens": 60, "large_resident": 50}  # fmt: skip
+PARTS = {"correct": 110, "ranks": 70, "meshes": 60, "nccl": 120, "kernels": 40, "plain": 60, "large_offload": 95,
+         "big_24": 95, "big_10": 90, "tokens": 60, "large_resident": 50}  # fmt: skip
 NEEDED = ("torch", "optree", "safetensors", "numpy", "rich", "psutil")
 
 

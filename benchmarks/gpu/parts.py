@@ -403,10 +403,10 @@ def tokens(run: Run) -> None:
 
 def main() -> None:
     from benchmarks.gpu.correct import correct
-    from benchmarks.gpu.ranks import meshes, ranks
+    from benchmarks.gpu.ranks import meshes, nccl, ranks
 
     large = (large_resident, large_offload, big_24, big_10, tokens)
-    parts = {f.__name__: f for f in (correct, ranks, meshes, kernels, plain, *large)}
+    parts = {f.__name__: f for f in (correct, ranks, meshes, nccl, kernels, plain, *large)}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=parts)
     parser.add_argument("seconds", type=float)

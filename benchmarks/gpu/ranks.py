@@ -1,17 +1,17 @@
 """python -m benchmarks.gpu.ranks BACKEND [--device cpu]: one rank of a small GPT's training on one GPU.
 
-Several ranks share a card over gloo; NCCL takes one rank a card. `ranks` starts both. Rank 0 prints a line "ROW {json}"
-for each thing that must hold: every stage has the bits of stage 0 and is near plain torch, recomputed layers draw the
-same dropout, offloaded state has the bits of resident state, also in an evaluation right after a step, and a step's
-peak is what was planned.
+Several ranks share a card over gloo. NCCL takes one rank a card, or several from 2.31 on where
+NCCL_MULTI_RANK_GPU_ENABLE=1. `ranks` and `nccl` start them. Rank 0 prints a line "ROW {json}" for each thing that must
+hold: every stage has the bits of stage 0 and is near plain torch, also with microbatches and with transfers in
+bfloat16, recomputed layers draw the same dropout, offloaded state has the bits of resident state, also in an evaluation
+right after a step, and a step's peak is what was planned.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import hashlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -23,125 +23,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 import zerofn
 from benchmarks.common.processes import free_port
-from zerofn import Offload, optim, tree
+from benchmarks.gpu import failing
+from benchmarks.gpu.trial import STEPS, Trial, begin
 
-WIDTH, HEADS, LAYERS, VOCAB, LENGTH, ROWS, STEPS = 64, 4, 4, 257, 48, 8, 4
-RATE, DECAY, NEAR = 1e-3, 0.1, 2e-3
-PLANNED = 1.02  # of the plan's peak
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.drop(self.out(y.transpose(1, 2).flatten(2)))
-        return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)))))
-
-
-class GPT(nn.Module):
-    """Tokens [batch, time] -> logits [batch, time, VOCAB]."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout) for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.places.weight[: x.shape[1]]
-        for layer in self.layers:
-            h = layer(h)
-        return F.linear(self.norm(h), self.tokens.weight / math.sqrt(WIDTH))
-
-
-class Trial:
-    """Training on this rank's rows of each batch."""
-
-    def __init__(self, device: str, folder: str) -> None:
-        self.device, self.folder = torch.device(device), folder
-
-    def allocated(self) -> int:
-        gc.collect()
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-
-    def batch(self, step: int, whole: bool = False) -> dict[str, Tensor]:
-        rows = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-        mine = rows if whole else rows.chunk(dist.get_world_size())[dist.get_rank()]
-        return {"x": mine[:, :-1].to(self.device), "y": mine[:, 1:].to(self.device)}
-
-    def model(self, dropout: float) -> GPT:
-        torch.manual_seed(0)
-        return GPT(dropout).to(self.device)
-
-    def train(
-        self, stage: int, dropout: float = 0.0, precision: str = "fp32", offload: Any = None, **options: Any
-    ) -> tuple[list[Tensor], Any]:
-        """(losses, an evaluation after each step, and the whole state, on the host; the last step's plan)."""
-        module = self.model(dropout)
-        before = self.allocated()  # with what matrix products work in, which no plan knows
-        state = zerofn.shard(  # of what nobody else refers to, so that it does not count
-            zerofn.TrainState.create(
-                params={k: p.detach().clone() for k, p in module.named_parameters()},
-                tx=optim.adamw(RATE, weight_decay=DECAY),
-            ),
-            stage=stage,
-            precision=precision,
-            offload=offload,
-            device=self.device,
-        )
-
-        def loss_fn(params: Any, batch: Any) -> Tensor:
-            logits = functional_call(module, params, (batch["x"],))
-            return F.cross_entropy(logits.flatten(0, 1).float(), batch["y"].flatten())
-
-        def step(state: Any, batch: Any) -> Any:
-            loss, grads = state.value_and_grad(loss_fn)(batch)
-            return state.apply_gradients(grads), {"loss": loss}
-
-        def evaluate(state: Any, batch: Any) -> Tensor:
-            return zerofn.gather(state.params)["tokens.weight"].float().square().sum()
-
-        run, read = zerofn.compile(step, deterministic=True, **options), zerofn.compile(evaluate, deterministic=True)
-        found = []
-        for k in range(STEPS):
-            if self.device.type == "cuda" and k == STEPS - 1:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-            state, aux = run(state, self.batch(k))
-            if self.device.type == "cuda" and k == STEPS - 1:
-                self.peak = torch.cuda.max_memory_allocated() - before
-            found += [aux["loss"], read(state, self.batch(k))]
-        plan = run.lower(state, self.batch(STEPS - 1)).memory()
-        return [x.float().cpu() for x in tree.leaves((found, zerofn.unshard(state.params)))], plan
-
-    def plain(self) -> list[Tensor]:
-        """The parameters that torch alone arrives at, with whole batches."""
-        module = self.model(0.0)
-        adamw = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=DECAY)
-        for k in range(STEPS):
-            batch = self.batch(k, whole=True)
-            F.cross_entropy(module(batch["x"]).flatten(0, 1), batch["y"].flatten()).backward()
-            adamw.step()
-            adamw.zero_grad()
-        return [x.detach().cpu() for x in tree.leaves(dict(module.named_parameters()))]
-
-    def offloads(self) -> dict[str, Offload]:
-        drive = {"drives": Offload(optimizer="nvme", path=self.folder)}
-        if self.device.type == "cpu":  # host memory is no tier of its own
-            return drive
-        return {"host": Offload("cpu"), "host, parameters too": Offload(optimizer="cpu", params="cpu"), **drive}
+NEAR, PLANNED = 2e-3, 1.02  # of plain torch's parameters; of the plan's peak
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -150,8 +39,8 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def trials(trial: Trial, say: Any) -> None:
     first, plan = trial.train(0)
-    furthest = max(float((x - y).abs().max()) for x, y in zip(first[2 * STEPS :], trial.plain(), strict=True))
-    say("stage 0 is near plain torch", furthest < NEAR, furthest=furthest)
+    furthest = _furthest(first, plain := trial.plain())
+    say("stage 0 is near plain torch", furthest < NEAR, furthest=furthest, digest=_digest(first))
     for stage in (1, 2, 3):
         found, plan = trial.train(stage)
         say(f"stage {stage} has the bits of stage 0", same(found, first))
@@ -166,15 +55,37 @@ def trials(trial: Trial, say: Any) -> None:
             found, _ = trial.train(3, 0.2, precision, offload)
             say(f"{precision}: state in {name} has the bits of resident state", same(found, kept))
 
+    for name, more in (("microbatches", {"num_microbatches": 2}), ("bfloat16", {"storage": {"wire": "bf16"}})):
+        expected, _ = trial.train(0, **more)
+        losses = [float((x - y).abs()) for x, y in zip(expected[: 2 * STEPS : 2], first[: 2 * STEPS : 2], strict=True)]
+        say(f"{name}: stage 0 has about the same losses", max(losses) < NEAR, losses=losses, digest=_digest(expected))
+        for stage in (1, 2, 3):
+            found, _ = trial.train(stage, **more)
+            say(f"{name}: stage {stage} has the bits of stage 0", same(found, expected))
+    if dist.get_world_size() > 2:
+        mesh = zerofn.Mesh.make(replicate=2, data=dist.get_world_size() // 2)
+        expected, _ = trial.train(3, storage={"mesh": mesh})
+        furthest = _furthest(expected, plain)
+        say("replicated: stage 3 is near plain torch", furthest < NEAR, furthest=furthest)
+        found, _ = trial.train(3, storage={"mesh": mesh, "hpz": True})
+        say("replicated: shards cut once more have the bits of whole ones", same(found, expected))
+
+
+def _furthest(found: list[Tensor], plain: list[Tensor]) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(found[2 * STEPS :], plain, strict=True))
+
+
+def _digest(found: list[Tensor]) -> str:
+    """Of all bits, to compare backends."""
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in found)).hexdigest()[:12]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend", choices=["gloo", "nccl"])
     parser.add_argument("--device", default="cuda:0")
     options = parser.parse_args()
-    if options.device != "cpu":
-        torch.cuda.set_device(options.device)
-    dist.init_process_group(options.backend)
+    begin(options.backend, options.device)
     with tempfile.TemporaryDirectory() as folder:
         trials(Trial(options.device, folder), say_all)
     dist.destroy_process_group()
@@ -230,7 +141,7 @@ def job(run: Any, backend: str, size: int, *module: str) -> None:
 
 
 def ranks(run: Any) -> None:
-    """Two ranks of gloo on one device, then one of NCCL: it refuses two on a device."""
+    """Two ranks of gloo on one device, then one of NCCL."""
     job(run, "gloo", 2)
     if not run.dry:
         job(run, "nccl", 1)
@@ -238,7 +149,21 @@ def ranks(run: Any) -> None:
 
 def meshes(run: Any) -> None:
     """Two ranks of gloo on one device, on meshes."""
-    job(run, "gloo", 2, "benchmarks.gpu.meshes")
+    job(run, "gloo", 2, "benchmarks.gpu.meshes", "gloo")
+
+
+def nccl(run: Any) -> None:
+    """Two and four ranks of NCCL on one device, where it allows that: stages, meshes, and ranks that fail."""
+    backend = "gloo" if run.dry else "nccl"
+    if not run.dry and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        run.row(what="several ranks over NCCL", cut_short="NCCL_MULTI_RANK_GPU_ENABLE=1 and NCCL 2.31 are needed")
+        return
+    for size in (2, 4):
+        job(run, backend, size)
+    for how in ("raises", "killed"):
+        failing.job(run, backend, how)
+    for size in (2, 4):
+        job(run, backend, size, "benchmarks.gpu.meshes", backend)
 
 
 if __name__ == "__main__":

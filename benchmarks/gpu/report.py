@@ -31,7 +31,8 @@ COPY_SHARE, RATIO = 0.90, 1.05  # of the copy's bandwidth; offloaded to resident
 
 def checks(found: dict[str, Any]) -> list[Any]:
     out = [Check(row["what"], "yes" if row["passed"] else "no", 0.0 if row["passed"] else 1.0, 0.0)
-           for part in ("correct", "ranks", "meshes") for row in rows_of(found, part) if "passed" in row]  # fmt: skip
+           for part in ("correct", "ranks", "meshes", "nccl")
+           for row in rows_of(found, part) if "passed" in row]  # fmt: skip
     speeds = {r["what"]: r["bytes"] / r["seconds"] for r in rows_of(found, "kernels") if "seconds" in r}
     seconds = {r["what"]: r["seconds"] for r in rows_of(found, "kernels") if "seconds" in r}
     for what, speed in speeds.items():

@@ -18,7 +18,7 @@ def test_every_part_runs_on_the_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     run = json.loads((tmp_path / "gpu.json").read_text())
     assert {name: part["why"] for name, part in run["parts"].items()} == dict.fromkeys(run["parts"], ""), done.stdout
-    assert len(run["parts"]) == 10 and all(part["rows"] for part in run["parts"].values())
+    assert len(run["parts"]) == 11 and all(part["rows"] for part in run["parts"].values())
     held = {check["what"]: check["kept"] for check in run["must_hold"]}
     assert all(kept for what, kept in held.items() if "resident twice" in what or ": optimizer=" in what)
     ranks = [what for what in held if " over gloo: " in what]
