@@ -9,10 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import zerofn
+from benchmarks.common.processes import free_port
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import trained
+from zerofn import optim
 from zerofn.comm import transport as _transport
 from zerofn.comm.mesh import Mesh
 from zerofn.job.in_flight import pending
 from zerofn.job.step_order import meetings
+from zerofn.sharding.transfers import of_first
 from zerofn.util.process import the
 
 ops = torch.ops.zerofn
@@ -85,6 +91,31 @@ def in_rank_order():
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_in_rank_order(ranks, size):
     ranks(size, in_rank_order)
+
+
+def with_a_group_of_accelerators(port):
+    """Tensors of the host go through a group that has no backend for them, as one of NCCL alone."""
+    rank, size, _ = group()
+    expected = trained(2, 8, optim.adamw(1e-2), 2)[1]
+    dist.destroy_process_group()
+    dist.init_process_group("cuda:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    with pytest.raises(RuntimeError, match="No backend type"):
+        dist.all_reduce(torch.ones(1))
+    many_at_once()
+    in_rank_order()
+    name = group()[2]
+    assert ops.wait(ops.exchange(torch.full((size, 1), float(rank)), size, name)).view(-1).tolist() == [0.0, 1.0]
+    assert ops.wait(ops.permute(torch.tensor([float(rank)]), [1, 0], name)).item() == 1 - rank
+    assert torch.equal(of_first(torch.tensor([rank]), [], Mesh.make(tensor=size)), torch.tensor([0]))
+    assert list(zerofn.even([rank] * 3)) == [rank] * 3
+    assert_same_trees(trained(2, 8, optim.adamw(1e-2), 2)[1], expected)
+
+
+def test_a_group_for_accelerators_alone(ranks):
+    try:
+        ranks(2, with_a_group_of_accelerators, free_port())
+    finally:
+        ranks.stop()  # its group was replaced
 
 
 def sent_bytes():

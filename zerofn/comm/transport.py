@@ -75,8 +75,8 @@ def wait_(tensor: Tensor) -> Tensor:
 
 def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
-    pg = group_named(group)
-    tag = meetings().next_tag(pg)
+    pg = meetings().host_of(group_named(group))
+    tag = meetings().next_tag(group_named(group))
     _count(group, sum(t.nbytes for t in sends.values()))
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return list  # nothing to wait for: empty tensors all have one address
@@ -91,8 +91,14 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
     return pending().post(transfers)
 
 
+def group_for(group: str, tensor: Tensor) -> dist.ProcessGroup:
+    """Return the group that moves a tensor: one of NCCL alone moves none of the host's."""
+    named = group_named(group)
+    return meetings().host_of(named) if tensor.device.type == "cpu" else named
+
+
 def _is_gloo(group: str, tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and backend_on(group_named(group)) == "gloo"
+    return tensor.device.type == "cpu" and backend_on(group_for(group, tensor)) == "gloo"
 
 
 def _bytes(flat: Tensor) -> Tensor:
@@ -136,7 +142,7 @@ def all_gather_start(
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not _is_gloo(group, shard):
         _count(group, shard.nbytes * (size - 1))
-        work = all_gather_single(_bytes(full), _bytes(shard), group=group_named(group), async_op=True)
+        work = all_gather_single(_bytes(full), _bytes(shard), group=group_for(group, shard), async_op=True)
         return pending().start(full, lambda: [work], (shard,))
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
@@ -166,7 +172,7 @@ def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callab
     """Start the all-gather of rows [size, s], of which this rank's is there; `finish` makes `full` of them."""
     if not _is_gloo(group, full):
         _count(group, _to_others(rows, len(rows)))
-        work = all_gather_single(_bytes(rows.view(-1)), _bytes(rows[rank]), group=group_named(group), async_op=True)
+        work = all_gather_single(_bytes(rows.view(-1)), _bytes(rows[rank]), group=group_for(group, rows), async_op=True)
         pending().start(full, lambda: [work], (), finish)
         return
     others = [r for r in range(len(rows)) if r != rank]
@@ -186,7 +192,7 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: 
         if the(Sums).in_rank_order:
             return _exchanged_and_summed(flat.contiguous().view(size, -1), group)
         flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
-        work = reduce_scatter_single(out, flat, group=group_named(group), async_op=True)
+        work = reduce_scatter_single(out, flat, group=group_for(group, flat), async_op=True)
         return pending().start(out, lambda: [work], (flat,))
     rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
@@ -210,7 +216,7 @@ def _exchanged_and_summed(rows: Tensor, group: str) -> Tensor:
     """rows [size, s] -> [s]: every rank gets its row of all ranks, and sums them in rank order."""
     found = torch.empty_like(rows)
     work = dist.all_to_all_single(
-        _bytes(found.view(-1)), _bytes(rows.view(-1)), group=group_named(group), async_op=True
+        _bytes(found.view(-1)), _bytes(rows.view(-1)), group=group_for(group, rows), async_op=True
     )
     out = found[0]
 
@@ -235,7 +241,7 @@ def _coded_and_summed(rows: Tensor, group: str, codec: str) -> Tensor:
         _count(group, _to_others(coded, size))
         received = torch.empty_like(coded)
         flat = (_bytes(received.view(-1)), _bytes(coded.view(-1)))
-        work = dist.all_to_all_single(*flat, group=group_named(group), async_op=True)
+        work = dist.all_to_all_single(*flat, group=group_for(group, rows), async_op=True)
         found, works = list(received), lambda: [work]
 
     def finish() -> None:
@@ -254,7 +260,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     if not _is_gloo(group, rows):
         _count(group, _to_others(rows, size))
         flat = (_bytes(out.view(-1)), _bytes(rows.view(-1)))
-        work = dist.all_to_all_single(*flat, group=group_named(group), async_op=True)
+        work = dist.all_to_all_single(*flat, group=group_for(group, rows), async_op=True)
         return pending().start(out, lambda: [work], (rows,))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
@@ -265,7 +271,7 @@ def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
 def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     """Rank r receives the tensor of rank `sources[r]`."""
     _meet(group, "permute", x)
-    pg, x = group_named(group), x.contiguous()
+    pg, x = group_for(group, x), x.contiguous()
     rank, out = pg.rank(), torch.empty_like(x)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}

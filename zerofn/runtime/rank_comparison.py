@@ -25,7 +25,6 @@ from ..graph.same_graph import without_addresses
 from ..guards.torch_settings import settings_of_all
 from ..job.agreement import agree_among, exchange, exchange_on
 from ..job.agreement import fingerprint as _short
-from ..job.failures import backend_on, group_named
 from ..job.step_order import meetings
 from ..optim.base import GradientTransformation
 from ..sharding.replicated_values import Held, digests, first_unequal
@@ -110,8 +109,7 @@ def _refuse_other_values(what: str, held: Sequence[Held], told: Sequence[Mapping
 
 def _of_all(numbers: list[int], length: int, axis: Axis, what: str) -> list[list[int]]:
     """Return the numbers of every rank of the axis, each with -1 up to a length."""
-    device = "cpu" if backend_on(group_named(axis.group)) else "cuda"
-    mine = torch.tensor([[*numbers, *[-1] * (length - len(numbers))]], device=device)
+    mine = torch.tensor([[*numbers, *[-1] * (length - len(numbers))]])
     with meetings().lasting([axis.group], f"what {what} computes", b""):
         return all_gather(mine, axis).tolist()
 

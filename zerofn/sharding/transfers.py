@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
 from ..comm.mesh import Axis, Mesh
+from ..comm.transport import group_for
 from ..geometry.cuts import Cut
 from ..geometry.layout import Unit
-from ..job.failures import group_named
 from .spec import Spec
 
 
@@ -106,7 +106,7 @@ def _of_first(x: Tensor, cut: Cut | None, axis: Axis) -> Tensor:
     owners = [0 if cut is None else cut.first(rank) for rank in range(axis.size)]
     if len(set(owners)) == axis.size:
         return x
-    group, mine = group_named(axis.group), x
+    group, mine = group_for(axis.group, x), x
     for rank in sorted(set(owners)):
         shape = [cut.length(rank) if cut and d == cut.dim else n for d, n in enumerate(x.shape)]
         there = x.contiguous().clone() if axis.rank == rank else x.new_empty(shape)
@@ -121,9 +121,8 @@ def equalize(values: Sequence[Tensor], axis: Axis) -> None:
     values = [x for x in values if x.numel()]
     if axis.size == 1 or not values:
         return
-    # A group may serve accelerators only: if there is one, everything goes that way.
     device = next((x.device for x in values if x.device.type != "cpu"), values[0].device)
     flat = torch.cat([x.contiguous().view(-1).view(torch.uint8).to(device) for x in values])
-    dist.broadcast(flat, group=group_named(axis.group), group_src=0)
+    dist.broadcast(flat, group=group_for(axis.group, flat), group_src=0)
     for x, part in zip(values, flat.split([x.numel() * x.element_size() for x in values]), strict=True):
         x.copy_(part.to(x.device).clone().view(x.dtype).view(x.shape))

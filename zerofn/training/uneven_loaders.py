@@ -9,7 +9,6 @@ import torch
 
 from ..collectives import all_gather
 from ..comm.mesh import Axis, Mesh
-from ..job.failures import backend_on, group_named
 from ..job.step_order import meetings
 from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
@@ -76,6 +75,5 @@ def _of_all(found: int, axis: Axis) -> list[int]:
     """Return what every rank of the axis has found."""
     if axis.size == 1:
         return [found]
-    device = "cpu" if backend_on(group_named(axis.group)) else "cuda"
     with meetings().lasting([axis.group], "the next batch of zerofn.even", b""):
-        return [int(x) for x in all_gather(torch.tensor([found], device=device), axis)]
+        return [int(x) for x in all_gather(torch.tensor([found]), axis)]
