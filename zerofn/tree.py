@@ -251,6 +251,8 @@ def _looks(kind: Any) -> Callable[[Any], tuple[Iterable[Any] | None, Iterable[An
     is no container.
     """
     base: Any = base_of(kind)
+    if getattr(kind, "is_value", False):  # as a number is, though it has parts
+        return None
     if kind in (dict, OrderedDict, defaultdict):
         return lambda x: (x.keys(), x.values())
     if base is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ class GradientTransformation:
     the transformation, mask) for every mask inside; one that selects no leaf is an error. `fused`: see `Fused`.
     """
 
+    is_value: ClassVar[bool] = True  # for `zerofn.tree`, which looks at a state's at every step
     init: Callable[[Any], Any] = field(compare=False)
     update: Callable[..., tuple[Any, Any]] = field(compare=False)
     about: About = About()
