@@ -1,14 +1,17 @@
 """Every private torch name ZeroFn uses, in this one place, with what it is for.
 
-A new torch release is supported by making this file (and its test) pass.
+A new torch release is supported by making this file (and its test) pass. Over 400 lines because such names stand
+nowhere else.
 """
 # ruff: noqa: F401, I001  (these imports are the point of the file, and stand in groups)
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -398,3 +401,48 @@ def tensor_in_mode(x: torch.Tensor, shape: list[int], strides: list[int]) -> tor
     assert isinstance(x, FakeTensor)
     with x.fake_mode:
         return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device)
+
+
+def compiler_missing(device: str) -> str:
+    """Return why Inductor cannot compile for a kind of device, in a sentence; "" if it can."""
+    try:
+        if device == "cuda":
+            importlib.import_module("triton")
+        else:
+            from torch._inductor.cpp_builder import get_cpp_compiler
+
+            get_cpp_compiler()
+    except Exception as error:
+        return f"there is no compiler for {device}: {str(error).splitlines()[0]}."
+    return ""
+
+
+def compiler_cache() -> str:
+    """Return the folder of Inductor's files."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
+def compile_graph(
+    gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode, options: dict[str, Any]
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a graph without writes by Inductor. `fakes`: its inputs, of `mode`. `options`: of Inductor; those that
+    this torch lacks are left out. The result takes the inputs in a list, which it empties.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about itself
+        from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    import torch._inductor.config as inductor_config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    known = {k: v for k, v in options.items() if hasattr(inductor_config, k)}
+    with inductor_config.patch(known), torch.no_grad(), tracing(TracingContext(mode)), mode:
+        interpreter = torch.fx.Interpreter(gm)
+        flat = make_fx(lambda *xs: interpreter.run(*xs), decomposition_table=select_decomp_table())(*fakes)
+        _recursive_joint_graph_passes(flat)
+        with V.set_fake_mode(mode):
+            found: Any = compile_fx_inner(flat, list(fakes), is_inference=True)
+    return getattr(found, "current_callable", None) or found

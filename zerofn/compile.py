@@ -23,6 +23,7 @@ from .job.agreement import agree_on, rank_and_size
 from .job.failures import abandon
 from .job.in_flight import pending
 from .job.step_order import RanksOutOfStep, meetings
+from .lowering.backends import backend_of
 from .memory.host_allocator import keep_freed_memory
 from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
@@ -33,7 +34,7 @@ from .passes.budget.shared import Decisions, orders_of, shared
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
 from .runtime.agreed_captures import AgreedStep, AgreedSteps, Reading, first_change
-from .runtime.backend import Backend, backend_of
+from .runtime.backend import Backend
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
 from .runtime.captured_step import CapturedStep, StepCall
 from .runtime.equal_batches import compare_batches
@@ -86,20 +87,19 @@ def compile(
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
     gathers them again, and recomputes or offloads activations; the values are the same, bit for bit. torch's CUDA
     allocator is held to it, too, with an eighth (at least 1 GiB) for workspace, until a step without `memory` runs.
-    `remat`: "full" recomputes every activation except those that cross from one unit's part of the model to the
-    next; "auto" recomputes the cheapest ones until the saved ones take half of the memory. `machine`: the cost model
-    that schedules transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
+    `remat`: "full" recomputes every activation that does not cross from one unit's part of the model to the next;
+    "auto" the cheapest ones, until those saved take half of the memory. `machine`: the cost model that schedules
+    transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
 
-    `backend`: "eager" runs operation by operation. An instance with `bind(program) -> Runner` runs the scheduled
-    graph its own way (`zerofn.runtime.backend` has the protocol). `passes`: of your own, `[zerofn.Pass(mine)]`, which
-    run before "donate"; or what makes of the list of all passes the list to run (`zerofn.passes.before`, a function).
-    Each added pass is checked: the graph that it leaves must be sound, take and return what it did, and be pure.
+    `backend`: "eager" runs operation by operation; "inductor" compiles what lies between products and transfers: equal
+    to rounding, and alike at all stages. An instance with `bind(program) -> Runner` runs the graph its own way
+    (`zerofn.runtime.backend`). `passes`: of your own, `[zerofn.Pass(mine)]`, which run before "donate"; or a function
+    from the list of all to the list to run (`zerofn.passes.before`). Each added pass is checked: the graph that it
+    leaves must be sound, take and return what it did, and be pure.
 
-    `watch`: what the step depends on beyond what ZeroFn reads by itself (see `docs/sharp_bits.md`): objects, read with
-    all that they hold, and functions without arguments, whose results are compared at every call.
-
-    `deterministic`: on devices, too, sum over ranks in rank order and take kernels that repeat their results; an
-    operation without one raises `RuntimeError`. On the host all of this holds anyway.
+    `watch`: what the step depends on beyond what ZeroFn reads by itself (`docs/sharp_bits.md`): objects, with all that
+    they hold, and functions without arguments, whose results are compared at every call. `deterministic`: on devices,
+    as on the host, sum in rank order and take kernels that repeat their results; without one: `RuntimeError`.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -111,9 +111,9 @@ def compile(
     >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
     tensor([0.8412, 0.8412])
 
-    Raises at the first call, on every rank: `zerofn.CaptureError` for a step that is not a pure function,
-    `MemoryError` if `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass,
-    if an added pass leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
+    Raises at the first call, on every rank: `CaptureError` for a step that is no pure function, `MemoryError` if
+    `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass, if an added pass
+    leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
     given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch)

@@ -40,6 +40,7 @@ ORDER = [
     "checkpoint",
     "runs",
     "passes",
+    "lowering",
     "planning",
     "compile",
     "interop",

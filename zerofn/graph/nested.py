@@ -139,6 +139,7 @@ def _body_of(node: Node) -> tuple[str, GraphModule, list[Node]]:
     return name, body, list(itertools.takewhile(lambda x: x.op == "placeholder", body.graph.nodes))
 
 
+REGION = "region"  # a meta key of a body that is compiled as it is, with its name: passes leave it alone
 _WRITES_NOTHING = ("print", "out_dtype")  # higher-order operations without a graph
 _OF_SIZES = ("_operator", "math", "torch")  # modules of the functions of numbers that a graph may call
 _NESTED: dict[Any, Callable[[Node], Call]] = {call: _call_of_call, repeat: _call_of_repeat}
@@ -168,8 +169,17 @@ def calls(gm: GraphModule) -> Iterator[tuple[Node, Call]]:
 
 
 def graphs_of(gm: GraphModule) -> list[GraphModule]:
-    """Return a graph and the bodies in it, nested ones included, each once: a recomputed loop shares its body."""
-    return list(dict.fromkeys([gm, *(each for _, call in calls(gm) for each in graphs_of(call.body))]))
+    """Return a graph and the bodies in it, nested ones included, each once: a recomputed loop shares its body.
+
+    Regions are not among them: they stay as they were made.
+    """
+    inside = (each for _, call in calls(gm) if not is_region(call.body) for each in graphs_of(call.body))
+    return list(dict.fromkeys([gm, *inside]))
+
+
+def is_region(gm: GraphModule) -> bool:
+    """Return whether a body is a region, which computes and does nothing else."""
+    return REGION in gm.meta
 
 
 def is_result(node: Node) -> bool:

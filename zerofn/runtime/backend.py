@@ -61,26 +61,6 @@ class Eager:
         return Executor(program.gm, tick)
 
 
-_NAMED: dict[str, Callable[[], Backend]] = {"eager": Eager}
-
-
-def backend_of(backend: str | Backend) -> Backend:
-    """Return the backend with a name, or `backend` itself if it is one.
-
-    Raises `ValueError` for an unknown name, `TypeError` for a class or an object without `bind`.
-    """
-    if isinstance(backend, str):
-        if backend not in _NAMED:
-            known = ", ".join(map(repr, _NAMED))
-            raise ValueError(f"compile: backend={backend!r} is not known; write {known}, or pass a Backend.")
-        return _NAMED[backend]()
-    if isinstance(backend, type) or not isinstance(backend, Backend):
-        raise TypeError(
-            f"compile: backend={backend!r} is not a backend; pass 'eager', or an instance with bind(program) -> Runner."
-        )
-    return backend
-
-
 def eager_of(backend: Any, what: str) -> Eager:
     """Return `backend` if it is the eager one.
 

@@ -17,13 +17,14 @@ from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..graph.alias import writes
-from ..graph.nested import is_nested, runs_once
+from ..graph.nested import is_nested, is_region, runs_once
 from ..graph.node_kinds import ASIDE
 from ..job.step_order import meetings
 from ..offload.host_worker import aside
 from ..ops.registry import aside_of, implementation_of
 from ..tracing.grad_mode import grad_mode
 
+Lowered = Callable[[GraphModule], Any]  # a region -> an object with `run(inputs) -> results`, which empties the list
 _NODES = "<nodes>"  # a global of the generated code: line -> node. No variable can have this name
 
 
@@ -31,12 +32,15 @@ class Executor:
     """The eager backend's `Runner`, which empties the list of inputs to free each of them at its last use.
 
     `wrote`: whether the last run came to a write to its inputs; a failure before that changes nothing. `tick` is
-    called with each node before it runs, and with None at the end. A loop counts as one node.
+    called with each node before it runs, and with None at the end. A loop counts as one node. `lowered` makes what runs
+    a region of a graph; None for one that runs operation by operation, too.
     """
 
-    def __init__(self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None) -> None:
+    def __init__(
+        self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None, lowered: Lowered | None = None
+    ) -> None:
         self.wrote = False
-        self.source, self._names = _generate(gm, self._begin_writing, tick)
+        self.source, self._names = _generate(gm, self._begin_writing, tick, lowered)
         exec(compile(self.source, "<zerofn step>", "exec"), self._names)
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
 
@@ -65,7 +69,10 @@ def failed_node(error: BaseException) -> Node | None:
 
 
 def _generate(
-    gm: GraphModule, begin_writing: Callable[[], None], tick: Callable[[Node | None], None] | None
+    gm: GraphModule,
+    begin_writing: Callable[[], None],
+    tick: Callable[[Node | None], None] | None,
+    lowered: Lowered | None,
 ) -> tuple[str, dict[str, Any]]:
     names: dict[str, Any] = {"inf": float("inf"), "nan": float("nan")}
     bound: dict[Any, str] = {}
@@ -76,7 +83,7 @@ def _generate(
         if key not in bound:
             alive.append(value)  # otherwise another value could get its id
             name = bound[key] = f"F{len(bound)}_{hint}"  # no node has such a name
-            names[name] = _Body(value) if isinstance(value, GraphModule) else value
+            names[name] = _body(value, lowered) if isinstance(value, GraphModule) else value
         return bound[key]
 
     nodes = list(gm.graph.nodes)
@@ -147,11 +154,16 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     return f"{function}({', '.join(args)})"
 
 
+def _body(gm: GraphModule, lowered: Lowered | None) -> Any:
+    found = lowered(gm) if lowered is not None and is_region(gm) else None
+    return _Body(gm, lowered) if found is None else found
+
+
 class _Body:
     """A body, as the operation that runs it calls it. `run` takes the inputs in a list, and empties it."""
 
-    def __init__(self, gm: GraphModule) -> None:
-        self.run = Executor(gm)._run
+    def __init__(self, gm: GraphModule, lowered: Lowered | None) -> None:
+        self.run = Executor(gm, None, lowered)._run
 
     def __call__(self, *inputs: Any) -> list[Any]:
         return self.run(list(inputs))

@@ -1,0 +1,27 @@
+"""Backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..runtime.backend import Backend, Eager
+from .inductor import Inductor
+
+_NAMED: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Inductor}
+
+
+def backend_of(backend: str | Backend) -> Backend:
+    """Return the backend with a name, or `backend` itself if it is one.
+
+    Raises `ValueError` for an unknown name, `TypeError` for a class or an object without `bind`.
+    """
+    if isinstance(backend, str):
+        if backend not in _NAMED:
+            known = ", ".join(map(repr, _NAMED))
+            raise ValueError(f"compile: backend={backend!r} is not known; write {known}, or pass a Backend.")
+        return _NAMED[backend]()
+    if isinstance(backend, type) or not isinstance(backend, Backend):
+        raise TypeError(
+            f"compile: backend={backend!r} is not a backend; pass 'eager', or an instance with bind(program) -> Runner."
+        )
+    return backend

@@ -1,0 +1,45 @@
+"""`backend="inductor"`: what lies between two products or transfers is compiled by torch's Inductor."""
+
+from __future__ import annotations
+
+import logging
+
+from torch.fx import GraphModule
+
+from ..graph.program import Program
+from ..passes import Pass, before
+from ..runtime.executor import Executor
+from .outline_regions import outline_regions
+from .regions import Region, compiled, missing
+
+log = logging.getLogger("zerofn")
+
+
+class Inductor:
+    """`backend="inductor"`: the step runs operation by operation, except for regions, which are compiled once each.
+
+    A region that does not compile runs operation by operation, and a line in the log says why. Without a compiler all
+    of them do.
+    """
+
+    def passes(self, ours: list[Pass]) -> list[Pass]:
+        """Return all passes, with the one that makes regions."""
+        return before("hide_sums", Pass(outline_regions, "body"))(ours)
+
+    def bind(self, program: Program) -> Executor:
+        """Return an executor of the graph, whose regions are compiled."""
+        reason = missing(program.gm)
+        if reason:
+            log.warning("compile(backend='inductor'): %s Regions run operation by operation.", reason)
+            return Executor(program.gm)
+        return Executor(program.gm, None, _lowered)
+
+
+def _lowered(gm: GraphModule) -> Region | None:
+    try:
+        return compiled(gm)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("compile(backend='inductor'): a region of %d operations is not compiled, and runs operation by "
+                    "operation: %s", len(gm.graph.nodes), said[:300])  # fmt: skip
+        return None
