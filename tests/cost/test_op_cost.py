@@ -43,7 +43,7 @@ def test_grouped_products_take_what_their_groups_take(name):
 def test_they_are_timed_with_equal_groups_of_all_rows(monkeypatch, name):
     node, _ = grouped(name)
     ends = []
-    monkeypatch.setattr(op_timer, "callable_of", lambda target: lambda *args: ends.append(args[groups_of(node).at]))
+    monkeypatch.setattr(op_timer, "callable_of", lambda *target: lambda *args: ends.append(args[groups_of(node).at]))
     op_timer._seconds(node, [0, 0, 0])
     assert all(x.tolist() == [4, 8] for x in ends) and ends
 

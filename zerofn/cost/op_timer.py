@@ -139,7 +139,7 @@ def _seconds(node: Node, ago: list[int]) -> float:
     args, kwargs = tree_map(_made_up, values_of(node))
     if (groups := groups_of(node)) is not None:
         args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
-    run, others = callable_of(node.target), torch.empty(FAR, dtype=torch.uint8)
+    run, others = callable_of(node.target, kwargs), torch.empty(FAR, dtype=torch.uint8)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     order = sorted(zip(ago, given, strict=True), key=lambda x: -x[0])
     thens = [*(nbytes for nbytes, _ in order[1:]), 0]
