@@ -92,6 +92,26 @@ def behind(node: Node) -> Node:
     return [n for n in node.graph.nodes if n.op == "placeholder"][-1] if node.op == "placeholder" else node
 
 
+def merge_equal(nodes: Iterable[Node]) -> None:
+    """Of nodes, in order, let the first of those with the same operation and arguments stand for all, and erase the
+    others. What they read must be the same wherever they stand.
+    """
+    seen: dict[Any, Node] = {}
+    for node in nodes:
+        first = seen.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            node.graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
 def copy_of(value: Node) -> Node:
     """Insert a clone of a value at its graph's insertion point, and return it."""
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
