@@ -18,7 +18,7 @@ from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import group_for
 from ..geometry.cuts import Cut
-from ..geometry.layout import Unit
+from ..geometry.layout import Unit, unravel
 from .spec import Spec
 
 
@@ -58,6 +58,14 @@ def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     if axis.size > 1 and spec.num_shards(unit) == 1:
         shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
     return shard
+
+
+def whole_leaves(spec: Spec, unit: Unit, x: Tensor) -> list[Tensor]:
+    """Return the whole leaves of a unit: [shard] on each rank -> [*leaf.whole] each, in one all-gather along each axis.
+    Those that ranks have no slices of are views of the gathered unit. All ranks must call it.
+    """
+    leaves = list(unravel(gather_unit(spec, unit, x), unit))
+    return assembled(leaves, [leaf.cuts for leaf in unit.leaves], spec.mesh)
 
 
 def assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
