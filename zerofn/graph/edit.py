@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import LazyGraphModule, OpOverload
+from .._torch_compat import LazyGraphModule, OpOverload, make_fx
 from .alias import is_view, positions, roots, writes, written_before, written_memory
 from .nested import calls
 from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores
@@ -117,6 +118,16 @@ def copy_of(value: Node) -> Node:
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
     node.meta["val"] = value.meta.get("val")
     return node
+
+
+def recorded(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], values: Sequence[Node]) -> list[Node]:
+    """Insert what `run` does to tensors, at the insertion point of the graph of `values`, and return its results."""
+    graph = values[0].graph
+    # Detached: nodes that make the same kind of tensor may share one fake value, and recording tells values by identity.
+    gm = make_fx(lambda *xs: list(run(xs)))(*[x.meta["val"].detach() for x in values])
+    inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
+    results: Any = graph.graph_copy(gm.graph, dict(zip(inputs, values, strict=True)))
+    return list(results)
 
 
 def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:
