@@ -123,7 +123,7 @@ def copy_of(value: Node) -> Node:
 def recorded(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], values: Sequence[Node]) -> list[Node]:
     """Insert what `run` does to tensors, at the insertion point of the graph of `values`, and return its results."""
     graph = values[0].graph
-    # Detached: nodes that make the same kind of tensor may share one fake value, and recording tells values by identity.
+    # Detached, since nodes that make the same kind of tensor may share a fake value, and recording goes by identity.
     gm = make_fx(lambda *xs: list(run(xs)))(*[x.meta["val"].detach() for x in values])
     inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
     results: Any = graph.graph_copy(gm.graph, dict(zip(inputs, values, strict=True)))
