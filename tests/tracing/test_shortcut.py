@@ -12,6 +12,7 @@ from zerofn.graph.program import tensor_of
 from zerofn.passes._context import context_of
 from zerofn.passes.canonicalize import canonicalize
 from zerofn.tracing import shortcut
+from zerofn.util.process import instead
 
 
 class Without:
@@ -137,6 +138,36 @@ def test_a_repeated_operation_is_not_shown_to_torch(monkeypatch):
     monkeypatch.setattr(shortcut, "_long_way", lambda func, *rest: seen.append(str(func)) or original(func, *rest))
     capture(step_over, make_state(leaves(40)), torch.ones(16))
     assert len(seen) < 40
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")  # of the flags below
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_second_capture_of_a_process_learns_nothing_and_has_the_same_graph(which, monkeypatch):
+    """Ranks may have captured other steps before: names are the same, too."""
+    step, state, batch = steps_of(zerofn.skeleton(Net))[which], make_state(), torch.randn(2, 3, 8)
+    learned = []
+    original = shortcut._learned
+    monkeypatch.setattr(shortcut, "_learned", lambda call, *rest: learned.append(call.func) or original(call, *rest))
+
+    def graphs():
+        learned.clear()
+        program = capture(step, state, batch)
+        return [[str(node) for node in gm.graph.nodes] + described(gm) for gm in (program.gm, *program.gm.children())]
+
+    with instead(shortcut.Learned()):
+        first, num_learned = graphs(), len(learned)
+        assert graphs() == first and not learned and num_learned > 20
+        with torch.backends.mkldnn.flags(enabled=False):  # other kernels
+            assert graphs() == first and len(learned) == num_learned
+
+
+def test_what_captures_have_learned_is_bounded(monkeypatch):
+    monkeypatch.setattr(shortcut.Learned, "MOST", 10)
+    step, state = steps_of(zerofn.skeleton(Net))[0], make_state()
+    with instead(shortcut.Learned()) as learned:
+        for rows in (2, 3):
+            capture(step, state, torch.randn(rows, 3, 8))
+            assert 0 < len(learned.kinds) <= 10
 
 
 def test_a_mode_around_a_capture_sees_every_operation():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -180,12 +179,15 @@ def overwritten(graph: Graph) -> dict[tuple[Node, Node], Node]:
     writes there itself means the memory, as it is then.
     """
     where, root = positions(graph), roots(graph)
+    writer: dict[Node, Node] = {}
     found: dict[tuple[Node, Node], Node] = {}
-    for node, writer in _with_writers(graph, root):
+    for node in graph.nodes:
+        changed = {root[x] for x in writes(node)}
         for value in reads(node):
             last = writer.get(root[value])
-            if last is not None and where[value] < where[last] and root[value] not in map(root.get, writes(node)):
+            if last is not None and where[value] < where[last] and root[value] not in changed:
                 found[node, value] = last
+        writer.update((memory, node) for memory in changed)
     return found
 
 
@@ -194,20 +196,14 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
 
     The node cannot move above that writer. Nodes without one are left out.
     """
+    writer: dict[Node, Node] = {}  # memory -> its last writer
     found: dict[Node, Node] = {}
-    for node, writer in _with_writers(graph, root):
+    for node in graph.nodes:
         earlier = [writer[root[x]] for x in node.all_input_nodes if root[x] in writer]
         if earlier:
             found[node] = max(earlier, key=where.__getitem__)
-    return found
-
-
-def _with_writers(graph: Graph, root: dict[Node, Node]) -> Iterator[tuple[Node, dict[Node, Node]]]:
-    """Yield each node with the last writers before it, by memory."""
-    writer: dict[Node, Node] = {}
-    for node in graph.nodes:
-        yield node, writer
         writer.update((root[x], node) for x in writes(node))
+    return found
 
 
 def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:

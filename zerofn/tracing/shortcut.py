@@ -2,8 +2,10 @@
 
 torch's capture takes half a millisecond an operation: it makes proxies for all arguments, hashes metadata field by
 field, and detaches results and notes of them through the dispatcher. Steps repeat the same operations on the same
-shapes. So here a result is made like the first one of its kind. Anything less simple goes to torch, for which the
-tensors made here are its own.
+shapes. So here a result is made like the first one of its kind, in this capture or an earlier one of this process.
+Anything less simple goes to torch, for which the tensors made here are its own.
+
+Over 400 lines because all ways of an operation share what is known of its arguments.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ from .._torch_compat import (
     storage_key,
 )
 from ..ops import ctc  # noqa: F401  (defines what it replaces)
-from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS
+from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS, traits_of
 from ..util.nested_arguments import tensors_in
+from ..util.process import the
 from .fake_kernels import see_views_of_zeros
 from .grad_mode import noted_grad_mode, with_grad_mode
 from .strides import is_suspect, real_strides
@@ -74,8 +77,22 @@ class _Kind(NamedTuple):
     results: list[_Result | None]
 
 
+class Learned:
+    """What captures of this process have learned: the kinds of results, and of views, by what they were made of."""
+
+    MOST = 1 << 14  # where a process captures ever other shapes, it begins anew
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, Any] = {}
+
+    def keep(self, key: Any, value: Any) -> None:
+        if len(self.kinds) >= self.MOST:
+            self.kinds.clear()
+        self.kinds[key] = value
+
+
 class Shortcut(TorchDispatchMode):
-    """A mode inside a capture, above its own modes. What it learns lives as long as it does."""
+    """A mode inside a capture, above its own modes."""
 
     supports_higher_order_operators = True
 
@@ -90,7 +107,9 @@ class Shortcut(TorchDispatchMode):
         self._answer = answer
         self._fakes: Fakes | None = None
         self._kinds: dict[Any, _Kind | None] = {}  # None: only torch can make it
-        self._views: dict[Any, Any] = {}
+        self.learned = the(Learned)
+        # What kernels are chosen by, besides their arguments.
+        self.backends = torch.backends.mkldnn.enabled, torch.are_deterministic_algorithms_enabled()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = REPLACED.get(func, func)
@@ -247,13 +266,13 @@ def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
     if known.kind is None:
         known.kind = _kind_of(x, known.device)
     key = (call.func, known.kind, tuple(args[1]))
-    kinds = call.owner._views
-    if key not in kinds:
+    kind = call.owner.learned.kinds.get(key, _LOST)
+    if kind is _LOST:
         out = _long_way(call.func, args, {})
         seen = type(out) is FakeTensor and call.fakes.simple(out) and storage_key(out) == storage_key(x)
-        kinds[key] = _kind_of(out, known.device) if seen and out.storage_offset() == x.storage_offset() else None
+        kind = _kind_of(out, known.device) if seen and out.storage_offset() == x.storage_offset() else None
+        call.owner.learned.keep(key, kind)
         return out
-    kind = kinds[key]
     if kind is None:
         return _LOST
     with no_dispatch():
@@ -287,7 +306,7 @@ def _is_ints(x: Any) -> bool:
 
 def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
     """Make a result in new memory like the first one on arguments of the same kind."""
-    call.key += (call.func, torch.get_default_dtype())
+    call.key += (call.func, torch.get_default_dtype(), call.owner.backends)
     given = call.read(args)
     if given is _LOST:
         return _LOST
@@ -301,12 +320,29 @@ def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
     key = tuple(call.key)
     kinds = call.owner._kinds
     if key not in kinds:
-        with contextlib.nullcontext() if call.tracer is None else outside_trace():
-            out = call.func(*args, **(kwargs or {}))
-        strides = real_strides(call.func, args, kwargs or {}, out) if is_suspect(call.func, call.tensors) else []
-        kinds[key] = _learned(call, out, strides)
+        results = call.owner.learned.kinds.get(key)
+        if results is None:
+            with contextlib.nullcontext() if call.tracer is None else outside_trace():
+                out = call.func(*args, **(kwargs or {}))
+            strides = real_strides(call.func, args, kwargs or {}, out) if is_suspect(call.func, call.tensors) else []
+            results = _learned(call, out, strides)
+            if results is not None and not traits_of(call.func).opaque:
+                call.owner.learned.keep(key, results)
+        kinds[key] = results and _noted(call, *results)
     kind = kinds[key]
     return _LOST if kind is None else _again(call, kind, given, named)
+
+
+def _noted(call: _Call, container: Any, results: Sequence[Any]) -> _Kind:
+    """Return results of these kinds, with values for the nodes of this capture."""
+    with no_dispatch():
+        notes = [x and _Result(x, call.fakes.of(_empty(x), x[3])) for x in results]
+    return _Kind(container, notes)
+
+
+def _empty(kind: Any) -> Tensor:
+    shape, strides, dtype, _ = kind
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _again(call: _Call, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -325,14 +361,12 @@ def _again(call: _Call, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _like(call: _Call, result: _Result, node: Node | None) -> Tensor:
-    shape, strides, dtype, device = result.kind
-    elem = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    return call.made(elem, device, result.kind, node)
+    return call.made(_empty(result.kind), result.kind[3], result.kind, node)
 
 
-def _learned(call: _Call, out: Any, strides: Sequence[tuple[int, ...] | None]) -> _Kind | None:
-    """Return what an operation makes; None if shapes alone do not determine it. `strides`: of results that are promised
-    others, see `real_strides`.
+def _learned(call: _Call, out: Any, strides: Sequence[tuple[int, ...] | None]) -> tuple[Any, list[Any]] | None:
+    """Return what an operation makes, its container and kinds; None if shapes alone do not determine it. `strides`: of
+    results that are promised others, see `real_strides`.
     """
     container = type(out) if isinstance(out, list | tuple) else None
     if container not in (None, list, tuple):
@@ -340,7 +374,7 @@ def _learned(call: _Call, out: Any, strides: Sequence[tuple[int, ...] | None]) -
     several = out if container is not None else [out]
     if not several or not any(type(x) is FakeTensor for x in several) or container is None and out is None:
         return None
-    results: list[_Result | None] = []
+    results: list[Any] = []
     places = {storage_key(x) for x in call.tensors}
     for x, other in zip_longest(several, strides):
         if x is None:
@@ -353,11 +387,10 @@ def _learned(call: _Call, out: Any, strides: Sequence[tuple[int, ...] | None]) -
         if other is not None:
             kind = (kind[0], other, *kind[2:])
         with no_dispatch():
-            elem = torch.empty_strided(kind[0], kind[1], dtype=x.dtype, device="meta")
-            if elem.untyped_storage().nbytes() != x.untyped_storage().nbytes():
+            if _empty(kind).untyped_storage().nbytes() != x.untyped_storage().nbytes():
                 return None
-            results.append(_Result(kind, call.fakes.of(elem, x.device)))
-    return _Kind(container, results)
+        results.append(kind)
+    return container, results
 
 
 # ---- which way an operation goes: None for all that only torch knows
