@@ -24,19 +24,28 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/examples.stamp
 	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/gpt.py
 
-# What to run while working: everything that needs no ranks and starts no programs.
-check: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not ranks and not slow and not whole"
+# `ruff`, and a run of Python with `mypy` beside it: while tests are collected, which one core does, it takes the other.
+define beside_types
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	@mkdir -p build
+	$(VENV)/bin/mypy >build/mypy.log 2>&1 & types=$$!; $(VENV)/bin/python $(1); code=$$?; \
+	wait $$types || { cat build/mypy.log; exit 1; }; exit $$code
+endef
 
-test: lint
-	$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile -m "not whole and not system"
+# What to run while working: everything that needs no ranks and starts no programs.
+check: $(VENV)/test.stamp
+	$(call beside_types,-m pytest --workers $(JOBS) -m "not ranks and not slow and not whole")
+
+test: $(VENV)/test.stamp
+	$(call beside_types,-m pytest --workers $(JOBS) -m "not whole and not system")
 
 # Whole products, of which `make test` has a part, and the longest runs. Prints the library files of which too few lines
 # were run, in whatever process.
-test-all: lint
+test-all: $(VENV)/test.stamp
 	rm -rf build/coverage
 	mkdir -p build/coverage
-	$(VENV)/bin/python -m coverage run -m pytest --numprocesses $(JOBS) --dist loadfile -m "not system"
+	$(call beside_types,-m coverage run -m pytest --workers $(JOBS) -m "not system")
 	$(VENV)/bin/python -m tests.support.untested
 
 # What needs root and Debian's packages: several machines over a real sshd, and a browser. It names what is not there.
@@ -99,11 +108,9 @@ $(VENV)/bench.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[examples,lightning,notebook,trainer]"
 	touch $@
 
-# Behind the recipe, while mypy takes one core, another one compiles what tests import: each worker would compile it all.
 $(VENV)/test.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
 	$(VENV)/$(PIP) -e ".[test]"
 	touch $@
-	$(VENV)/bin/python -m pytest --collect-only -p no:cacheprovider </dev/null >/dev/null 2>&1 &
 
 # The peers' set-up scripts import torch: they are built beside it, not in an isolated environment.
 $(PEERS)/peers.stamp: $(PEERS)/$(torch_stamp) benchmarks/requirements-peers.txt

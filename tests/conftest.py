@@ -14,7 +14,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-pytest_plugins = ["tests.support.ranks"]
+pytest_plugins = ["tests.support.ranks", "tests.support.workers"]
 
 gc.disable()  # while tests are collected: a fifth of that time goes into modules, of which none is garbage
 

@@ -120,7 +120,7 @@ def _ended(pid: int, seconds: float) -> str:
 
 
 def _let_go(keep: int) -> None:
-    """Of what pytest and xdist hold: their pipes, of which somebody waits for the end, files, handlers and filters."""
+    """Of what pytest holds: their pipes, of which somebody waits for the end, files, handlers and filters."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.disable()
     logging.getLogger().handlers.clear()

@@ -43,7 +43,7 @@ from zerofn.util.process import instead
 
 # What a rank would import for its first step, and for its first model: a thousand modules, in seconds.
 FIRST = ("zerofn.compile", "torch._dynamo", "transformers.models.llama.modeling_llama")
-SERVER, FILTERS = pytest.StashKey[ForkServer](), pytest.StashKey[list[str]]()
+SERVER, FILTERS = pytest.StashKey[ForkServer | None](), pytest.StashKey[list[str]]()
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
 LOG_LINES = 40
@@ -346,13 +346,22 @@ def _report(num_ranks: int, failures: list[RankFailure], hung: dict[int, str], t
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    """Fork the server where a test needs it, before any has run."""
-    if session.config.option.collectonly or not any("ranks" in getattr(x, "fixturenames", ()) for x in session.items):
-        return
-    for name in FIRST:
-        if name.split(".")[0] in sys.modules:
-            importlib.import_module(name)
-    session.config.stash[SERVER] = ForkServer(_work)
+    if not session.config.option.collectonly and _needed(session):
+        for name in FIRST:
+            if name.split(".")[0] in sys.modules:
+                importlib.import_module(name)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """Fork the server where a test needs it, before any has run in this process."""
+    if SERVER not in item.config.stash:
+        item.config.stash[SERVER] = ForkServer(_work) if _needed(item.session) else None
+    return (yield)
+
+
+def _needed(session):
+    return any("ranks" in getattr(x, "fixturenames", ()) for x in session.items)
 
 
 @pytest.hookimpl(tryfirst=True)
