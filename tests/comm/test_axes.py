@@ -63,8 +63,6 @@ NAME_AN_AXIS = {
     "zerofn.moe.cuts": "cuts experts along one",
     "zerofn.moe.experts": "cuts experts along one",
     "zerofn.planning.meshes": "has for each axis its own reason to try sizes of it",
-    "zerofn.interop.hf_config": "calls what cuts a model along each axis",
-    "zerofn.integrations.transformers.meshes": "calls what cuts a model along each axis",
 }
 ASK = ("axis", "size", "over", "along", "block")
 

@@ -62,9 +62,9 @@ class TrainerOnMesh(transformers.Trainer):
         """
         if self.mesh is None:
             return model
-        if self.mesh.size("tensor") > 1:
+        if self.mesh.partial:
             self._cuts |= zerofn.parallel.tensor(model, self.mesh)
-        if self.mesh.size("expert") > 1:
+        if any(axis.kind.experts for axis in self.mesh.slices):
             self._cuts |= zerofn.moe.experts(model, self.mesh)
         if self._cuts:
             model.register_forward_pre_hook(self._refuse_whole)
