@@ -9,16 +9,18 @@ CPU.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..util.process import the
 from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_tensors, moment_format, num_blocks, pair
 
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
@@ -123,7 +125,7 @@ def update_(
     check_tensors(rule, p, g, moments, g.device)
     check_run_lists(g.numel(), starts, stops, rates, decays, (), offset)
     device, known = g.device, RULES[rule]
-    table = _run_table(device, tuple(starts), tuple(stops), tuple(rates), tuple(decays))
+    table = _kept(_run_table(device, tuple(starts), tuple(stops), tuple(rates), tuple(decays)))
     if not len(table):
         return
     counted = _scalar(count, torch.int64, device)
@@ -188,6 +190,7 @@ def norms_and_extremes(
             raise ValueError(f"norms_and_extremes: parts must be inside [0, {g.numel()}); [{start}, {stop}) came.")
     device, num = g.device, len(starts)
     table, num_chunks = _part_table(device, tuple(starts), tuple(stops), _CHUNK)
+    _kept(table)
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     largest = torch.empty(num_chunks, dtype=torch.int32, device=device)
     results = torch.empty(2, num, device=device)
@@ -273,6 +276,28 @@ def cast(x: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None) ->
 
 
 # --- tables on the device ------------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Tables that launches have read, while somebody wants to keep them alive."""
+
+    tables: list[Tensor] | None = None
+
+
+@contextlib.contextmanager
+def tables_kept() -> Iterator[list[Tensor]]:
+    """Inside, every table that a launch reads is put on a list: what repeats the launches has to keep it."""
+    found = the(Kept).tables = []
+    try:
+        yield found
+    finally:
+        the(Kept).tables = None
+
+
+def _kept(table: Tensor) -> Tensor:
+    if (tables := the(Kept).tables) is not None:
+        tables.append(table)
+    return table
 
 
 @functools.lru_cache(maxsize=4096)

@@ -81,7 +81,6 @@ KNOW_DRY_RUNS = {
     "zerofn.planning.plan": "makes the machine that is not there",
     "zerofn.planning.planner": "asks for how many ranks to plan",
     "zerofn.planning.plan_variants": "makes the machine that is not there",
-    "zerofn.graph.record": "keeps apart what holds on a machine that is not there",
     "zerofn.graph.resident": "asks which tensors lie on the host",
     "zerofn.graph.liveness": "asks which tensors lie on the host",
     "zerofn.cost.simulator": "asks which tensors lie on the host",

@@ -53,6 +53,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
 
+# Whether an operation that runs graphs compiles one of them just now.
+compiles_for_itself = getattr(torch._higher_order_ops.utils, "_in_hop_compile", lambda: True)
+
 # Collectives of one tensor: torch 2.13 has given them new names.
 all_gather_single = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
 reduce_scatter_single = getattr(torch.distributed, "reduce_scatter_single", torch.distributed.reduce_scatter_tensor)

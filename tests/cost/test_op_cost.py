@@ -7,10 +7,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 import zerofn
+from tests.support.small_steps import batch_of, build, captured, fake_ranks, state_of, train_step_of
 from zerofn import optim
 from zerofn._torch_compat import make_fx
 from zerofn.cost import op_timer
-from zerofn.cost.op_cost import flops, groups_of
+from zerofn.cost.op_cost import flops, groups_of, traffic
+from zerofn.graph.nested import calls
 from zerofn.tracing import fake_kernels  # noqa: F401  (registers the one for float32)
 
 ENDS = torch.tensor([3, 8], dtype=torch.int32)
@@ -43,7 +45,7 @@ def test_grouped_products_take_what_their_groups_take(name):
 def test_they_are_timed_with_equal_groups_of_all_rows(monkeypatch, name):
     node, _ = grouped(name)
     ends = []
-    monkeypatch.setattr(op_timer, "callable_of", lambda target: lambda *args: ends.append(args[groups_of(node).at]))
+    monkeypatch.setattr(op_timer, "callable_of", lambda *target: lambda *args: ends.append(args[groups_of(node).at]))
     op_timer._seconds(node, [0, 0, 0])
     assert all(x.tolist() == [4, 8] for x in ends) and ends
 
@@ -123,3 +125,15 @@ def test_flex_attention_takes_what_attention_takes():
         return (p["k"] * flex_attention(q, q, q, score_mod=lambda score, *at: score * 2).detach().sum()).sum()
 
     assert planned_seconds(with_it) == pytest.approx(2 * 2 * 2 * 16 * 16 * 16 / 1e9)  # two products in each head
+
+
+def test_a_loop_moves_what_its_rounds_move():
+    found = {}
+    for n in (2, 4):
+        with fake_ranks(2):
+            program = captured(train_step_of(build(2), n), state_of(build(2), 3), batch_of(rows=8))
+            ((_, call),) = calls(program.gm)
+            found[n], inside = traffic(program.gm, program.mesh), traffic(call.body, program.mesh)
+        assert inside and {x: n * times for x, times in inside.items()}.items() <= found[n].items()
+        assert all(x.axis == "data" for x in found[n])
+    assert found[2].keys() == found[4].keys()  # gathers and reductions of parameters, however many rows there are

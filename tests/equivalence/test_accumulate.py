@@ -23,7 +23,7 @@ def rows(rank):
     return torch.randn(8, 24, generator=torch.Generator().manual_seed(rank))
 
 
-def started(stage, num_microbatches, reduce=None, tx=None):
+def started(stage, num_microbatches, reduce=None, tx=None, mesh=None):
     """(state, compiled step)"""
     net = model()
 
@@ -35,7 +35,7 @@ def started(stage, num_microbatches, reduce=None, tx=None):
         return state.apply_gradients(grads), loss
 
     init = lambda: zerofn.TrainState.create(params=dict(model().named_parameters()), tx=tx or optim.adamw(1e-2))  # noqa: E731
-    return zerofn.shard(init, stage=stage), zerofn.compile(step)
+    return zerofn.shard(init, stage=stage, mesh=mesh), zerofn.compile(step)
 
 
 def trained(*args):
@@ -91,24 +91,31 @@ def with_reduce(reduce):
         assert_same_trees(found, {k: x.detach() for k, x in want.items()}, f"stage {stage}")
 
 
-def sent(reduce):
-    """Bytes of a step at stage 3, planned and sent."""
-    state, run = started(3, 4, reduce)
+def sent(stage, reduce, mesh):
+    """Bytes of a step, planned and sent, and the elements of units."""
+    state, run = started(stage, 4, reduce, mesh=mesh)
     plan, before = run.lower(state, rows(zerofn.rank())), the(SentBytes).by_group.total()
     run(state, rows(zerofn.rank()))
     assert the(SentBytes).by_group.total() - before == plan.sent
-    return plan.sent
+    return plan.sent, sum(unit.size for unit in state.params.layout.units)
 
 
-def reduced_less_often():
-    often, once = sent("microbatch"), sent("step")
-    units = 2 * 2048  # elements of the two layers, padded, of which a rank sends half
-    assert often == sent(None) == once + (4 - 1) * units // 2 * 4
-    return often
+def reduced_less_often(stage, **axes):
+    """Of each further microbatch gradients are reduced, and what is gathered of their sums is gathered once."""
+    mesh = zerofn.Mesh.make(**axes) if axes else None
+    (often, units), (once, _) = sent(stage, "microbatch", mesh), sent(stage, "step", mesh)
+    assert sent(stage, None, mesh)[0] == (often if stage > 1 else once)
+    assert often == once + (4 - 1) * units // 2 * 4  # of which a rank sends half
+    return once
 
 
 def test_gradients_that_are_reduced_once_are_sent_once(ranks):
-    assert len(set(ranks(2, reduced_less_often))) == 1
+    assert len(set(ranks(2, reduced_less_often, 3))) == 1
+
+
+@pytest.mark.parametrize("stage, axes", [(0, {}), (1, {}), (3, {"replicate": -1, "data": 1})])
+def test_sums_of_gradients_are_gathered_once(ranks, stage, axes):
+    ranks(2, functools.partial(reduced_less_often, stage, **axes))
 
 
 @pytest.mark.parametrize("reduce", ["Step", 1, True])

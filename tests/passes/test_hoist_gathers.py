@@ -20,7 +20,7 @@ from tests.support.small_steps import (
 )
 from zerofn import Offload, optim
 from zerofn.comm.transport import SentBytes
-from zerofn.cost.op_cost import READ, SENT, transfers
+from zerofn.cost.op_cost import READ, SENT, moved, traffic
 from zerofn.graph.nested import calls, graphs_of
 from zerofn.passes import standard
 from zerofn.passes._context import context_of
@@ -51,10 +51,16 @@ def hoisting(num):
 def times(program, how, word=""):
     """unit -> how often it is moved so."""
     found = Counter()
-    for x, n in transfers(program.gm):
+    for x, n in traffic(program.gm).items():
         if x.how == how and x.unit and word in x.what:
             found[x.unit] += n
     return found
+
+
+def reads(gm):
+    """How often each node of a graph and its bodies runs that reads from a drive."""
+    once = [1 for x in gm.graph.nodes if (found := moved(x)) is not None and found.how == READ]
+    return once + [n * call.rounds for _, call in calls(gm) for n in reads(call.body)]
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -68,7 +74,7 @@ def test_units_are_gathered_as_often_as_said(tmp_path, offload):
     assert sorted(times(program, SENT, "scatter").values()) == [3] * 4
     assert len(gathers(body)) == 2 and len(scatters(body)) == 4
     if offload:  # each is read for its update, too
-        assert Counter(n for x, n in transfers(program.gm) if x.how == READ) == {3: 2, 1: 2 + 4 + 2}  # and gradients
+        assert Counter(reads(program.gm)) == {3: 2, 1: 2 + 4 + 2}  # and gradients
 
 
 def test_without_a_decision_nothing_moves():

@@ -5,10 +5,13 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import zerofn
 from tests.support.library import FILES, parse, room
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import Cut, equal, sliced
+from zerofn.sharded_math.whole_leaves import map_whole
 from zerofn.sharding.transfers import assembled, of_first
 
 
@@ -50,6 +53,50 @@ def two_axes():
 
 def test_leaves_that_are_cut_along_two_axes(ranks):
     ranks(4, two_axes)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers, and the elements that a rank gives to them."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.zerofn.all_gather.default:
+            self.elements.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def whole_leaves_of_units(stage):
+    """Two units, of three and of two leaves with slices, and one without."""
+    mesh = Mesh.make(data=-1, tensor=2)
+    params = {
+        f"{u}.{k}": torch.arange(24.0).view(4, 6) + 100 * u + k for u, n in enumerate((3, 2, 2)) for k in range(n)
+    }
+    cuts = {name: equal("tensor", int(name[-1]) % 2, (4, 6)[int(name[-1]) % 2], 2) for name in params if name[0] < "2"}
+    state = zerofn.shard({"params": params}, stage, mesh=mesh, cuts=cuts, unit=lambda name: name[0])
+    units = [1] * 3 if stage and mesh.size("data") > 1 else []
+    readers = {
+        "unshard": (zerofn.unshard, 3, [36, 24]),
+        "gather": (lambda p: zerofn.gather(p, only=lambda name: name not in ("0.1", "2.1")), 3, [24, 24]),
+        "map_whole": (lambda p: zerofn.unshard(map_whole(lambda x: x, p)), 6, [36, 24] * 2),
+    }
+    for name, (read, times, sliced_elements) in readers.items():
+        with Gathers() as found:
+            whole = read(state["params"])
+        shards = len(units) * times // 3
+        assert len(found.elements) == shards + len(sliced_elements), name
+        for n in sliced_elements:
+            found.elements.remove(n)
+        assert len(found.elements) == shards
+        for key, x in whole.items():
+            assert x is None or torch.equal(x, params[key]), (name, key)
+
+
+@pytest.mark.parametrize("num_ranks, stage", [(2, 3), (4, 0), (4, 3)])
+def test_one_gather_a_unit_along_each_axis(ranks, num_ranks, stage):
+    ranks(num_ranks, whole_leaves_of_units, stage)
 
 
 def test_units_are_gathered_and_reduced_in_one_file():

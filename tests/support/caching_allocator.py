@@ -147,8 +147,8 @@ def record_copies(patch: pytest.MonkeyPatch) -> None:
     """
     callable_of = executor.callable_of
 
-    def recording(target: Any) -> Callable[..., Any]:
-        function = callable_of(target)
+    def recording(target: Any, *more: Any) -> Callable[..., Any]:
+        function = callable_of(target, *more)
         if target is not torch.ops.zerofn.bring.default:
             return function
 

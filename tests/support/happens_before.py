@@ -154,8 +154,8 @@ def ordered() -> Iterator[Order]:
 def _watch_executor(patch: pytest.MonkeyPatch, order: Order) -> None:
     callable_of = executor.callable_of
 
-    def logged(target: Any) -> Callable[..., Any]:
-        function = callable_of(target)
+    def logged(target: Any, *more: Any) -> Callable[..., Any]:
+        function = callable_of(target, *more)
         if not isinstance(target, OpOverload) or _is_view(target):
             return function
         written = [x.alias_info is not None and x.alias_info.is_write for x in target._schema.arguments]

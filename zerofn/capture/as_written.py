@@ -1,4 +1,4 @@
-"""What the user has given to torch.compile runs as it was written while a step is captured."""
+"""What the user gives to torch.compile runs as it was written while a step is captured."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch_compat import compiles_for_itself
 from ..util.patches import Patches
 
 
 @contextlib.contextmanager
 def as_written() -> Iterator[None]:
-    """Inside, functions and modules that were compiled before run as they were written: a capture takes the operations
-    themselves. torch's own (`cond`, `scan`, `flex_attention`), which compile what they are given, go on doing so.
+    """Inside, functions and modules that are compiled, here or before, run as they were written: a capture takes the
+    operations themselves. torch's own (`cond`, `scan`, `flex_attention`), which compile what they are given, go on
+    doing so.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"), _compiles:
-        yield
+    loaded = "torch._dynamo" in sys.modules  # else nothing was compiled
+    with torch.compiler.set_stance(_AS_WRITTEN) if loaded else contextlib.nullcontext(), _compiles:
+        try:
+            yield
+        finally:
+            if not loaded and "torch._dynamo" in sys.modules:  # the step compiles, which sets the stance
+                torch.compiler.set_stance("default")
 
 
 def _compiled_inside(compile: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compile)
     def make(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         made = compile(model, *args, **kwargs)
+        if not compiles_for_itself():
+            torch.compiler.set_stance(_AS_WRITTEN)
+            return made
         if model is None or isinstance(made, nn.Module):
             return made
 
@@ -42,4 +49,5 @@ def _compiled_inside(compile: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+_AS_WRITTEN = "force_eager"
 _compiles = Patches(lambda: [(torch, "compile", _compiled_inside)])

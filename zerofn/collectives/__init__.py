@@ -149,7 +149,8 @@ def broadcast(x: Tensor, axis: str | Axis | None = None, *, source: int = 0) -> 
             f"broadcast: source must be a rank of axis {where.name!r}, from 0 to {where.size - 1}, got {source}."
         )
     flat = x.reshape(-1)
-    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % where.size)).view(where.size, -1)
+    missing = -flat.numel() % where.size
+    rows = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(where.size, -1)
     part = all_to_all(rows, where)[source]  # rank r gets part r of the source's
     return all_gather(part, where)[: flat.numel()].view(x.shape)
 

@@ -185,86 +185,59 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: 
     _meet(group, "reduce_scatter", flat, unit, codec)
     if not flat.numel():
         return flat.new_empty(0)
-    if codec:
-        return _coded_and_summed(flat.view(size, -1), group, codec)
-    if not _is_gloo(group, flat):
-        _count(group, _to_others(flat, size))
-        if the(Sums).in_rank_order:
-            return _exchanged_and_summed(flat.contiguous().view(size, -1), group)
-        flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
-        work = reduce_scatter_single(out, flat, group=group_for(group, flat), async_op=True)
-        return pending().start(out, lambda: [work], (flat,))
-    rows, rank = flat.view(size, -1), dist.get_rank(group_named(group))
-    others = [r for r in range(size) if r != rank]
-    parts = {r: flat.new_empty(rows.shape[1]) for r in others}  # separate buffers: one of them outlives the others
-    works = _point_to_point(group, {r: rows[r] for r in others}, parts)
-    first = 1 if rank == 0 else 0
-    out = parts[first]  # summed in the receive buffer
-
-    def finish() -> None:
-        torch.add(rows[0] if rank == 0 else out, parts[1] if rank == 0 else _part(1), out=out)
-        for r in range(2, size):
-            out.add_(_part(r))
-
-    def _part(r: int) -> Tensor:
-        return rows[rank] if r == rank else parts[r]
-
-    return pending().start(out, works, (flat, *parts.values()), finish)
+    if codec or the(Sums).in_rank_order or _is_gloo(group, flat):
+        return _summed(flat.contiguous().view(size, -1), group, codec)
+    _count(group, _to_others(flat, size))
+    flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
+    work = reduce_scatter_single(out, flat, group=group_for(group, flat), async_op=True)
+    return pending().start(out, lambda: [work], (flat,))
 
 
-def _exchanged_and_summed(rows: Tensor, group: str) -> Tensor:
+def _summed(rows: Tensor, group: str, codec: str) -> Tensor:
     """rows [size, s] -> [s]: every rank gets its row of all ranks, and sums them in rank order."""
-    found = torch.empty_like(rows)
-    work = dist.all_to_all_single(
-        _bytes(found.view(-1)), _bytes(rows.view(-1)), group=group_for(group, rows), async_op=True
-    )
-    out = found[0]
+    how, rank = CODECS[codec] if codec else None, dist.get_rank(group_named(group))
+    sent = rows if how is None else how.encode(rows)
+    found, works = _exchanged(sent, group)
+    out = rows.new_empty(rows.shape[1]) if how else found[1 if rank == 0 else 0]  # in a buffer that was received
 
     def finish() -> None:
-        for row in found[1:]:
+        if how is not None:
+            out.copy_(found[0])
+            for row in found[1:]:
+                how.add_(out, row)
+            return
+        torch.add(found[0], found[1], out=out)
+        for row in found[2:]:
             out.add_(row)
 
-    return pending().start(out, lambda: [work], (rows, found), finish)
+    return pending().start(out, works, (sent, *found), finish)
 
 
-def _coded_and_summed(rows: Tensor, group: str, codec: str) -> Tensor:
-    """rows [size, s] float32 -> [s]: every rank gets its row of all ranks, encoded, and sums them in rank order."""
-    how, size = CODECS[codec], len(rows)
-    out, coded = rows.new_empty(rows.shape[1]), how.encode(rows)
-    found = list(coded)
-    if _is_gloo(group, rows):
-        rank = dist.get_rank(group_named(group))
-        found = [x if r == rank else torch.empty_like(x) for r, x in enumerate(coded)]
-        others = [r for r in range(size) if r != rank]
-        works = _point_to_point(group, {r: coded[r] for r in others}, {r: found[r] for r in others})
-    else:
-        _count(group, _to_others(coded, size))
-        received = torch.empty_like(coded)
-        flat = (_bytes(received.view(-1)), _bytes(coded.view(-1)))
+def _exchanged(rows: Tensor, group: str, into: Tensor | None = None) -> tuple[list[Tensor], Works]:
+    """Start to send row r of [size, s] to rank r. Return (this rank's row of every rank, what to wait for). On gloo,
+    each lies in memory of its own, and one's own row where it was, unless all are to be in `into` [size, s].
+    """
+    size, rank = len(rows), dist.get_rank(group_named(group))
+    if not _is_gloo(group, rows):
+        into = torch.empty_like(rows) if into is None else into
+        _count(group, _to_others(rows, size))
+        flat = (_bytes(into.view(-1)), _bytes(rows.view(-1)))
         work = dist.all_to_all_single(*flat, group=group_for(group, rows), async_op=True)
-        found, works = list(received), lambda: [work]
-
-    def finish() -> None:
-        out.copy_(found[0])
-        for row in found[1:]:
-            how.add_(out, row)
-
-    return pending().start(out, works, (coded, *found), finish)
+        return list(into), lambda: [work]
+    found = [x if r == rank else torch.empty_like(x) for r, x in enumerate(rows)] if into is None else list(into)
+    others = [r for r in range(size) if r != rank]
+    works = _point_to_point(group, {r: rows[r] for r in others}, {r: found[r] for r in others})
+    if into is not None:
+        into[rank].copy_(rows[rank])
+    return found, works
 
 
 def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
     """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
     _meet(group, "all_to_all", rows)
     rows = rows.contiguous()
-    rank, out = dist.get_rank(group_named(group)), torch.empty_like(rows)
-    if not _is_gloo(group, rows):
-        _count(group, _to_others(rows, size))
-        flat = (_bytes(out.view(-1)), _bytes(rows.view(-1)))
-        work = dist.all_to_all_single(*flat, group=group_for(group, rows), async_op=True)
-        return pending().start(out, lambda: [work], (rows,))
-    others = [r for r in range(size) if r != rank]
-    works = _point_to_point(group, {r: rows[r] for r in others}, {r: out[r] for r in others})
-    out[rank].copy_(rows[rank])
+    out = torch.empty_like(rows)
+    _, works = _exchanged(rows, group, out)
     return pending().start(out, works, (rows,))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..graph.liveness import complete_values, tensors_of, values_of
 from ..graph.nested import call_of, foreign_graphs
 from ..graph.node_kinds import argument, arguments, reduces, traits
 from ..graph.program import tensor_of
-from ..graph.record import recorded
 from ..ops.registry import Lane, argument_places, base_name
 from .links import SENT, axis_of
 
@@ -34,7 +33,7 @@ class Traffic(NamedTuple):
     to the host or `UP` to the device.
 
     `what`: the operation. `unit`: the unit of a gather or reduce-scatter. `axis`: of the mesh, that it is sent along,
-    where `transfers` was asked for it; several are "replicate x data".
+    where `traffic` was asked for it; several are "replicate x data".
     """
 
     how: str
@@ -168,27 +167,15 @@ def _given(node: Node) -> dict[str, Any]:
 
 
 def traffic(gm: GraphModule, mesh: Mesh | None = None) -> Counter[Traffic]:
-    """Return what a graph moves -> how often."""
-    found: Counter[Traffic] = Counter()
-    for x, times in transfers(gm, mesh):
-        found[x] += times
-    return found
-
-
-def transfers(gm: GraphModule, mesh: Mesh | None = None) -> Iterator[tuple[Traffic, int]]:
-    """Return all transfers of a scheduled graph, in order, and how often each happens. `mesh`: whose axes they name."""
-    for node, found, times in _moves(gm):
-        yield found._replace(axis=axis_of(node, mesh)), times
-
-
-@recorded
-def _moves(gm: GraphModule) -> list[tuple[Node, Traffic, int]]:
-    """Return the nodes of a graph and its bodies that move something, what that is, and how often each runs."""
+    """Return what a scheduled graph and its bodies move -> how often, in order of first use. `mesh`: whose axes are
+    named.
+    """
     complete_values(gm.graph)
-    out: list[tuple[Node, Traffic, int]] = []
+    found: Counter[Traffic] = Counter()
     for node in gm.graph.nodes:
         if call := call_of(node):
-            out += [(x, found, times * call.rounds) for x, found, times in _moves(call.body)]
-        elif (found := moved(node)) is not None:
-            out.append((node, found, 1))
-    return out
+            for x, times in traffic(call.body, mesh).items():
+                found[x] += times * call.rounds
+        elif (moves := moved(node)) is not None:
+            found[moves._replace(axis=axis_of(node, mesh))] += 1
+    return found

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from .._torch_compat import OpOverload, below_autograd, tree_leaves, tree_map
 from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.nested import call_of, is_nested
+from ..graph.nested import graphs_of, is_nested
 from ..graph.node_kinds import is_ours, traits
 from ..runtime.executor import callable_of
 from ..tracing.invented_values import takes_any_values
@@ -41,8 +41,8 @@ def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
     memory.
     """
     found: dict[Node, float] = {}
-    for gm in gms:
-        _measure(gm, roofline(machine), found)
+    for each in dict.fromkeys(x for gm in gms for x in graphs_of(gm)):
+        _measure(each, roofline(machine), found)
     return lambda node: found.get(node, 0.0)
 
 
@@ -58,9 +58,7 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
     for node in gm.graph.nodes:
         nbytes = touched_bytes(node)
-        if call := call_of(node):
-            _measure(call.body, otherwise, found)
-        elif _counts(node) and (nbytes > LARGE or not _may_run(node)):
+        if _counts(node) and (nbytes > LARGE or not _may_run(node)):
             found[node] = otherwise(node)
         elif _counts(node):
             ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]
@@ -139,7 +137,7 @@ def _seconds(node: Node, ago: list[int]) -> float:
     args, kwargs = tree_map(_made_up, values_of(node))
     if (groups := groups_of(node)) is not None:
         args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
-    run, others = callable_of(node.target), torch.empty(FAR, dtype=torch.uint8)
+    run, others = callable_of(node.target, kwargs), torch.empty(FAR, dtype=torch.uint8)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     order = sorted(zip(ago, given, strict=True), key=lambda x: -x[0])
     thens = [*(nbytes for nbytes, _ in order[1:]), 0]

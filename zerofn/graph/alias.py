@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -179,15 +180,12 @@ def overwritten(graph: Graph) -> dict[tuple[Node, Node], Node]:
     writes there itself means the memory, as it is then.
     """
     where, root = positions(graph), roots(graph)
-    writer: dict[Node, Node] = {}
     found: dict[tuple[Node, Node], Node] = {}
-    for node in graph.nodes:
-        changed = {root[x] for x in writes(node)}
+    for node, writer in _with_writers(graph, root):
         for value in reads(node):
             last = writer.get(root[value])
-            if last is not None and where[value] < where[last] and root[value] not in changed:
+            if last is not None and where[value] < where[last] and root[value] not in map(root.get, writes(node)):
                 found[node, value] = last
-        writer.update((memory, node) for memory in changed)
     return found
 
 
@@ -196,14 +194,20 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
 
     The node cannot move above that writer. Nodes without one are left out.
     """
-    writer: dict[Node, Node] = {}  # memory -> its last writer
     found: dict[Node, Node] = {}
-    for node in graph.nodes:
+    for node, writer in _with_writers(graph, root):
         earlier = [writer[root[x]] for x in node.all_input_nodes if root[x] in writer]
         if earlier:
             found[node] = max(earlier, key=where.__getitem__)
-        writer.update((root[x], node) for x in writes(node))
     return found
+
+
+def _with_writers(graph: Graph, root: dict[Node, Node]) -> Iterator[tuple[Node, dict[Node, Node]]]:
+    """Yield each node with the last writers before it, by memory."""
+    writer: dict[Node, Node] = {}
+    for node in graph.nodes:
+        yield node, writer
+        writer.update((root[x], node) for x in writes(node))
 
 
 def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:

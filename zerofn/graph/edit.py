@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch_compat import LazyGraphModule, OpOverload
+from .._torch_compat import LazyGraphModule, OpOverload, make_fx
 from .alias import is_view, positions, roots, writes, written_before, written_memory
 from .nested import calls
 from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores
@@ -92,11 +93,41 @@ def behind(node: Node) -> Node:
     return [n for n in node.graph.nodes if n.op == "placeholder"][-1] if node.op == "placeholder" else node
 
 
+def merge_equal(nodes: Iterable[Node]) -> None:
+    """Of nodes, in order, let the first of those with the same operation and arguments stand for all, and erase the
+    others. What they read must be the same wherever they stand.
+    """
+    seen: dict[Any, Node] = {}
+    for node in nodes:
+        first = seen.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            node.graph.erase_node(node)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
+    return type(value), value  # 1, 1.0 and True are equal
+
+
 def copy_of(value: Node) -> Node:
     """Insert a clone of a value at its graph's insertion point, and return it."""
     node = value.graph.call_function(torch.ops.aten.clone.default, (value,))
     node.meta["val"] = value.meta.get("val")
     return node
+
+
+def recorded(run: Callable[[Sequence[Tensor]], Sequence[Tensor]], values: Sequence[Node]) -> list[Node]:
+    """Insert what `run` does to tensors, at the insertion point of the graph of `values`, and return its results."""
+    graph = values[0].graph
+    # Detached, since nodes that make the same kind of tensor may share a fake value, and recording goes by identity.
+    gm = make_fx(lambda *xs: list(run(xs)))(*[x.meta["val"].detach() for x in values])
+    inputs = [x for x in gm.graph.nodes if x.op == "placeholder"]
+    results: Any = graph.graph_copy(gm.graph, dict(zip(inputs, values, strict=True)))
+    return list(results)
 
 
 def made_by(buffer: Node, target: OpOverload, *args: Any) -> Node:

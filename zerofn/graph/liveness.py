@@ -17,7 +17,18 @@ from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, memory_of, positions, roots, touches
 from .nested import Call, call_of, is_nested, is_result, runs_once
-from .node_kinds import argument, casts, decodes, is_fetch, is_gather, makes_bucket, reduces, traits, wait_of
+from .node_kinds import (
+    argument,
+    casts,
+    decodes,
+    gathers_parameters,
+    is_fetch,
+    is_gather,
+    makes_bucket,
+    reduces,
+    traits,
+    wait_of,
+)
 from .phase import BACKWARD, FORWARD, phase_of
 
 # "gathered": units. "staging": what drives and the host transfer through. "reserved": free bytes of static buffers.
@@ -137,8 +148,8 @@ def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
     """Return the kind of the memory that `node` makes. `touched`: the nodes that touch it."""
     sources = [root[x] for x in node.all_input_nodes]
-    if is_gather(node):  # a unit's parameters; at stage 0 also its gradient
-        return "gradients" if reduces(sources[0]) else "gathered"
+    if is_gather(node):
+        return "gathered" if gathers_parameters(node, root) else "gradients"
     if (casts(node) or decodes(node)) and not phase_of(node) and all(is_given(x) or is_fetch(x) for x in sources):
         return "gathered"
     if _makes_gradient(node) or is_result(node) and not runs_once(node.args[0]):  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from .._torch_compat import OpOverload
 from ..ops.codecs import DECODES
 from ..ops.registry import Traits, argument_places, base_name, traits_of
 from .alias import writes
+from .nested import is_result, runs_once
 
 ops = torch.ops.zerofn
 _DECODERS = {encode: decode for decode, encode in DECODES.items()}
@@ -61,6 +63,17 @@ def is_start(node: Node) -> bool:
 def is_gather(node: Node) -> bool:
     """Return whether `node` starts the all-gather of a unit. Transfers of small values have an empty `unit`."""
     return traits(node).collective == "gather" and bool(argument(node, "unit"))
+
+
+def gathers_parameters(node: Node, root: Mapping[Node, Node]) -> bool:
+    """Return whether `node` starts the all-gather of a unit's parameters. Others gather its gradient, which some ranks
+    have reduced, in each of several microbatches perhaps. `root`: see `alias.roots`.
+    """
+    source = node
+    while is_gather(source):
+        source = root[source.all_input_nodes[0]]
+    of_microbatches = is_result(source) and not runs_once(source.args[0])  # type: ignore[arg-type]
+    return source is not node and not reduces(source) and not of_microbatches
 
 
 def is_scatter(node: Node) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def step_of(
     tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
     batch = {"input_ids": tokens, "labels": tokens}
     cuts, written = (None, "") if mesh is None else _cuts(model, mesh, capacity, sequence_parallel)
-    if mesh is not None and mesh.size("context") > 1:
+    if mesh is not None and mesh.tokens.size > 1:
         zerofn.parallel.context(model, mesh)
         batch = zerofn.parallel.split_sequence(batch, mesh)
 
@@ -109,27 +110,31 @@ def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> t
 
 def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
     """Raise `ValueError` for axes that a model cannot have, before it is made."""
-    heads, size = getattr(config, "num_attention_heads", None), mesh.size("tensor")
+    heads, size = getattr(config, "num_attention_heads", None), math.prod(axis.size for axis in mesh.partial)
     if isinstance(heads, int) and heads % size:
         raise ValueError(f"{name} has {heads} heads of attention, which {size} ranks cannot share.")
-    if mesh.size("expert") > 1 and not getattr(config, "base_model_ep_plan", None):
+    if _shares_experts(mesh) and not getattr(config, "base_model_ep_plan", None):
         raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
+
+
+def _shares_experts(mesh: zerofn.Mesh) -> bool:
+    return any(axis.kind.experts for axis in mesh.slices)
 
 
 def _cuts(
     model: torch.nn.Module, mesh: zerofn.Mesh, capacity: float | None, sequence_parallel: bool
 ) -> tuple[dict[str, Any] | None, str]:
-    """Let a model compute with slices, over the tensor and expert axes. Return its cuts, None without such axes, and
-    the code that makes them.
+    """Let a model compute with slices, over the axes along which ranks have some. Return its cuts, None without such
+    axes, and the code that makes them.
     """
     cuts: dict[str, Any] = {}
     written = []
-    if mesh.size("tensor") > 1:
+    if mesh.partial:
         own: dict[str, Any] = dict(getattr(model, "tp_plan", None) or {})
         more = _in_parts(model, own) if sequence_parallel else {}
         cuts |= zerofn.parallel.tensor(model, mesh, own | more if more else None)
         written.append(f"zerofn.parallel.tensor(model, mesh{f', model.tp_plan | {more}' if more else ''})")
-    if mesh.size("expert") > 1:
+    if _shares_experts(mesh):
         cuts |= zerofn.moe.experts(model, mesh, capacity=capacity)
         written.append(f"zerofn.moe.experts(model, mesh{'' if capacity is None else f', capacity={capacity}'})")
     return cuts or None, " | ".join(written)

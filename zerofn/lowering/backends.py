@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..runtime.backend import Backend, Eager
+from .cuda_graphs import Graphs
 from .inductor import Inductor
 
-_NAMED: dict[str, Callable[[], Backend]] = {"eager": Eager, "inductor": Inductor}
+_NAMED: dict[str, Callable[[], Backend]] = {
+    "eager": Eager,
+    "inductor": Inductor,
+    "graphs": lambda: Graphs(Eager()),
+    "inductor+graphs": lambda: Graphs(Inductor()),
+}
 
 
 def backend_of(backend: str | Backend) -> Backend:

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from ..graph.program import Program
 from ..passes import Pass, before
-from ..runtime.executor import Executor
+from ..runtime.executor import Executor, Lowered
 from .outline_regions import outline_regions
 from .regions import Region, compiled, missing
 
@@ -28,11 +28,14 @@ class Inductor:
 
     def bind(self, program: Program) -> Executor:
         """Return an executor of the graph, whose regions are compiled."""
+        return Executor(program.gm, None, self.lowered(program))
+
+    def lowered(self, program: Program) -> Lowered | None:
+        """Return what compiles a region of the graph; None, and a line in the log, without a compiler."""
         reason = missing(program.gm)
         if reason:
             log.warning("compile(backend='inductor'): %s Regions run operation by operation.", reason)
-            return Executor(program.gm)
-        return Executor(program.gm, None, _lowered)
+        return None if reason else _lowered
 
 
 def _lowered(gm: GraphModule) -> Region | None:

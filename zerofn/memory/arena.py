@@ -35,6 +35,11 @@ class Arenas:
         self.shared: WeakValueDictionary[tuple[int, torch.device | None], Arena] = WeakValueDictionary()
         self._numbers = itertools.count(1)
 
+    def addresses(self) -> dict[int, int]:
+        """Map the numbers of arenas on devices to where their memory begins."""
+        there = ((x.number, x._memory) for (_, device), x in list(self.shared.items()) if device is not None)
+        return {number: memory.data_ptr() for number, memory in there if memory is not None}
+
     def add(self, arena: Arena) -> int:
         """Return the number of a new arena."""
         number = next(self._numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.maps import AllGather, CheckedSame, Linear
-from ..comm.axes import CONTEXT, TENSOR
+from ..comm.axes import CONTEXT
 from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
 from .applied_once import once
@@ -52,16 +53,21 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     config = config.get_text_config()
     if method is None:
         heads = getattr(config, "num_attention_heads", None)
-        unshared = isinstance(heads, int) and heads % (axis.size * mesh.size(TENSOR))
+        unshared = isinstance(heads, int) and heads % (axis.size * _shares_of_heads(mesh))
         method = "ring" if unshared else "ulysses"
     check_method("context", method)
     once("context", model)
     ways = Ways()
     if axis.size > 1:
-        _check(model, name, config, axis, mesh.size(TENSOR), method)
+        _check(model, name, config, axis, _shares_of_heads(mesh), method)
         _register()
         ways = check_context(model, axis, method, functools.partial(_cut, method))
     _cut(method, model, axis, ways)
+
+
+def _shares_of_heads(mesh: Mesh) -> int:
+    """Return the number of ranks that have slices of the same layers."""
+    return math.prod(axis.size for axis in mesh.partial)
 
 
 def _cut(method: str, model: Any, axis: Axis, ways: Ways) -> None:

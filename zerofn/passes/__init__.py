@@ -30,6 +30,7 @@ from .recompute_activations import recompute_activations
 from .reinplace import reinplace
 from .reshard import reshard
 from .schedule_state_reads import schedule_state_reads
+from .share_masks import share_masks
 from .sink_gathers import sink_gathers
 from .split_state_reads import split_state_reads
 from .start_param_gather import start_param_gather
@@ -62,6 +63,7 @@ _ALL = [
     Pass(fold_split_master, "body"),
     Pass(canonicalize, "body"),
     Pass(functionalize, "body", required=True),
+    Pass(share_masks, "body"),
     Pass(split_state_reads, "body"),
     Pass(sink_gathers, "body"),
     # decide what is saved for the backward pass, and when transfers start
@@ -103,7 +105,7 @@ def before(name: str, *mine: Pass) -> Edit:
     Raises `ValueError` for another name.
 
     >>> edit = before("donate", Pass(lambda program: None, name="mine"))
-    >>> [x.name for x in edit(standard())][18:20]
+    >>> [x.name for x in edit(standard())][19:21]
     ['write_after_checks', 'mine']
     """
     return _placed(name, mine, 0)

@@ -18,7 +18,7 @@ from ..graph.buffers import add_buffer
 from ..graph.edit import clean, made_by
 from ..graph.liveness import memory_bytes, moments
 from ..graph.nested import call_of, graphs_of
-from ..graph.node_kinds import is_batched, is_gather, is_scatter, makes_bucket, reduces
+from ..graph.node_kinds import gathers_parameters, is_batched, is_gather, is_scatter, makes_bucket
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ._packing import Lifetime, pack
@@ -111,14 +111,9 @@ def _spans(graph: Graph) -> Iterator[Lifetime]:
     sent = {root[n.all_input_nodes[0]] for n in graph.nodes if is_scatter(n)}
     for node, at in where.items():
         is_bucket = makes_bucket(node) and node in sent and not is_batched(node)
-        if (is_bucket or _is_unit(node, root)) and node not in leaves:
+        if (is_bucket or gathers_parameters(node, root)) and node not in leaves:
             nbytes = -(-memory_bytes(node.meta["val"]) // ALIGNED) * ALIGNED
             yield Lifetime(node, at, where[touched[node][-1]], nbytes)
-
-
-def _is_unit(node: Node, root: dict[Node, Node]) -> bool:
-    """Return whether a node gathers parameters. Stage 0 also gathers gradients, which then wait for the update."""
-    return is_gather(node) and not reduces(root[node.all_input_nodes[0]])
 
 
 def _put(node: Node, place: list[int]) -> None:

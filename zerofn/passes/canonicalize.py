@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph.edit import clean, weight_chain
+from ..graph.edit import clean, merge_equal, weight_chain
 from ..graph.node_kinds import argument, is_gather, is_scatter
 from ..graph.program import alike, tensor_of
 from ..ops.ravel import MARKS
@@ -28,7 +28,7 @@ def canonicalize(gm: GraphModule, context: Context) -> None:
         if same is not None:
             node.replace_all_uses_with(same)
             gm.graph.erase_node(node)
-    _merge_fetches(gm)
+    merge_equal(weight_chain(gm.graph))
     clean(gm)
 
 
@@ -51,22 +51,3 @@ def _same_value(node: Node) -> Node | None:
         ours, theirs = ({argument(x, d) % dims for d in ("dim0", "dim1")} for x in (node, source))
         return cast(Node, argument(source, "self")) if ours == theirs else None
     return None
-
-
-def _merge_fetches(gm: GraphModule) -> None:
-    """Merge repeated gathers of one parameter, and nothing else."""
-    seen: dict[Any, Node] = {}
-    for node in weight_chain(gm.graph):
-        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-        first = seen.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            gm.graph.erase_node(node)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
-    return value

@@ -105,6 +105,10 @@ class Plan:
         """Return what the step moves -> how often: bytes sent to other ranks along each axis of the mesh, read from and
         written to drives, copied to and from host memory.
         """
+        return self._transfers.copy()
+
+    @cached_property
+    def _transfers(self) -> Counter[Traffic]:
         with self._there():
             return traffic(self.program.gm, self.program.mesh)
 

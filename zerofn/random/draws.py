@@ -28,6 +28,7 @@ from .._torch_compat import (
 )
 from ..ops.registry import OnShard, Traits, define
 from ..util.arguments import checked
+from ..util.process import the
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -122,14 +123,32 @@ define(  # the same, by a name that says that ranks get different keys
 )
 
 
-def _seed(key: Tensor, position: int) -> int:
+def seed_of(key: Tensor, position: int) -> int:
+    """Return the seed of a draw."""
     # A CPU generator takes the low 32 bits of a seed, a CUDA one all 64: two of many CPU draws may
     # share a stream by chance (1 pair in 4e9), which no mask or noise notices.
     return _fold(_fold(int(key), _DRAW), position)
 
 
+class Generators:
+    """`lend(key, position)` gives the generator of a draw, where draws are recorded to be repeated with other keys."""
+
+    lend: Callable[[Tensor, int], torch.Generator] | None = None
+
+
+@contextmanager
+def draws_with_generators(lend: Callable[[Tensor, int], torch.Generator]) -> Iterator[None]:
+    """Let draws take their generators from `lend`, which seeds them as `seed_of` says."""
+    the(Generators).lend = lend
+    try:
+        yield
+    finally:
+        the(Generators).lend = None
+
+
 def _generator(device: torch.device, key: Tensor, position: int) -> torch.Generator:
-    return torch.Generator(device).manual_seed(_seed(key, position))
+    lend = the(Generators).lend
+    return torch.Generator(device).manual_seed(seed_of(key, position)) if lend is None else lend(key, position)
 
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -278,7 +297,7 @@ def _run_keyed(op: OpOverload, takes_generator: bool, key: Tensor, position: int
         return _run_dropout(key, position, *args, **kwargs)
     if takes_generator:
         return op(*args, generator=_generator(device, key, position), **kwargs)
-    with _default_generator_seeded(device, _seed(key, position)):
+    with _default_generator_seeded(device, seed_of(key, position)):
         return op(*args, **kwargs)
 
 
@@ -294,8 +313,12 @@ def _fake_keyed(op: OpOverload, key: Tensor, position: int, *args: Any, **kwargs
     return op(*args, **kwargs)
 
 
+def _takes_generator(op: OpOverload) -> bool:
+    return any(a.name == "generator" for a in schema_arguments(op))
+
+
 def _define_keyed(op: OpOverload) -> Callable[..., Any]:
-    takes_generator = any(a.name == "generator" for a in schema_arguments(op))
+    takes_generator = _takes_generator(op)
     name, rest = schema_text(op).removeprefix("aten::").split("(", 1)
     rest = re.sub(r"(, \*)?, Generator\? generator=None", "", rest)
     name = "bernoulli.of" if name == "bernoulli" else name  # beside the draw of a given size
@@ -322,3 +345,15 @@ def permutation(key: Tensor, position: int, n: int, dtype: torch.dtype, device: 
     """A random permutation of `range(n)`."""
     run = _run_randperm if _is_eager(key) else torch.ops.zerofn.randperm.default
     return run(key, position, n, dtype=dtype, device=device)
+
+
+def is_draw(target: object, seeds: bool = False) -> bool:
+    """Return whether an operation draws from a key. `seeds`: with a generator of its own, and not torch's default."""
+    if not isinstance(target, OpOverload) or target.namespace != "zerofn":
+        return False
+    name = schema_text(target).removeprefix("zerofn::").partition("(")[0].partition(".")[0]
+    alone = name in _FILLS or name == "randperm"
+    if seeds:
+        takes = {schema_text(op).removeprefix("aten::").partition("(")[0] for op in KEYED if _takes_generator(op)}
+        return alone or name in takes
+    return alone or name in _KEYED_NAMES

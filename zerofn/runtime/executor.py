@@ -1,15 +1,16 @@
 """Run a scheduled graph as one generated Python function, which frees every value at its last use.
 
 FX's own code looks up each operation through four attributes and passes through autograd's dispatch keys. Here each
-operation has a name of its own, bound to the dispatcher's function or, for ZeroFn's operations, to their
-implementation, and the function runs below autograd, each operation in the grad mode in which the step called it.
+operation has a name of its own, bound to torch's own function for it, if there is one, or to the dispatcher's; for
+ZeroFn's operations, to their implementation. The function runs below autograd, each operation in the grad mode in
+which the step called it.
 `Executor.source` is the generated code.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..graph.nested import is_nested, is_region, runs_once
 from ..graph.node_kinds import ASIDE
 from ..job.step_order import meetings
 from ..offload.host_worker import aside
-from ..ops.registry import aside_of, implementation_of
+from ..ops.registry import TORCH_FUNCTIONS, aside_of, implementation_of
 from ..tracing.grad_mode import grad_mode
 
 Lowered = Callable[[GraphModule], Any]  # a region -> an object with `run(inputs) -> results`, which empties the list
@@ -145,7 +146,8 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
         return f"{_text(node.args[0], bind)}.run(INPUTS)"
     if node.target is operator.getitem:
         return f"{_text(node.args[0], bind)}[{_text(node.args[1], bind)}]"
-    function = bind(callable_of(node.target), getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
+    run = callable_of(node.target, node.kwargs)
+    function = bind(run, getattr(node.target, "__name__", "f").split(".")[0].strip("_") or "f")
     args = [_text(a, bind) for a in node.args]
     args += [f"{k}={_text(v, bind)}" for k, v in node.kwargs.items()]
     if node.meta.get(ASIDE):
@@ -169,11 +171,14 @@ class _Body:
         return self.run(list(inputs))
 
 
-def callable_of(target: Any) -> Callable[..., Any]:
-    """Return the function that runs a node's target. ZeroFn's own operations bypass the dispatcher."""
-    if isinstance(target, OpOverload):
-        return implementation_of(target) or target._op
-    return target
+def callable_of(target: Any, named: Collection[str] = ()) -> Callable[..., Any]:
+    """Return the function that runs a node's target. ZeroFn's own operations bypass the dispatcher.
+
+    `named`: the arguments that are given by name. torch's functions have another one for "self".
+    """
+    if not isinstance(target, OpOverload):
+        return target
+    return implementation_of(target) or (None if "self" in named else TORCH_FUNCTIONS.get(target)) or target._op
 
 
 def _text(value: Any, bind: Callable[[Any, str], str]) -> str:

@@ -11,10 +11,9 @@ from .. import tree
 from ..collectives.maps import ops
 from ..comm.mesh import Mesh
 from ..geometry.cuts import Cut, sliced
-from ..geometry.layout import unravel
 from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.transfers import assembled, gather_unit
+from ..sharding.transfers import whole_leaves
 
 
 def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
@@ -33,7 +32,7 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
     for unit, shard in zip(values.layout.units, values.shards, strict=True):
         start, stop = values.spec.bounds(unit)
         cuts = [leaf.cuts for leaf in unit.leaves]
-        whole = assembled(unravel(gather_unit(values.spec, unit, shard), unit), cuts, mesh)
+        whole = whole_leaves(values.spec, unit, shard)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
         leaves = [
             sliced(rule(x), leaf.cuts, mesh) if leaf.index in mine else None

@@ -197,14 +197,9 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
         x.spec.check_axis(axis, "gather")
         leaves = gather_leaves(x, chosen, Stored.load_and_decode)
         if chosen is not None:
-            keep = [chosen(leaf.name) for leaf in x.layout.leaves]
-            found.extend(leaf.name for leaf, kept in zip(x.layout.leaves, keep, strict=True) if kept)
-            mesh = x.spec.mesh
-            by_index = sorted(x.layout.leaves, key=lambda leaf: leaf.index)
-            leaves = [
-                _looked_at(v, leaf, mesh) if kept else None
-                for v, leaf, kept in zip(leaves, by_index, keep, strict=True)
-            ]
+            kept = [[leaf for leaf in unit.leaves if chosen(leaf.name)] for unit in x.layout.units]
+            found.extend(leaf.name for each in kept for leaf in each)
+            leaves = _looked_at(leaves, kept, x.spec.mesh)
         return tree.unflatten(x.layout.treedef, leaves)
 
     out = tree.tree_map(full, values, is_leaf=is_sharded)
@@ -213,16 +208,25 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
     return out
 
 
-def _looked_at(x: Tensor, leaf: Leaf, mesh: Mesh) -> Tensor:
-    """Return a whole leaf, of which `x` is this rank's slice."""
-    if not any(mesh.size(cut.axis) > 1 for cut in leaf.cuts):
-        return x
-    if x.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
-            f"gather: ranks have slices of {leaf.name!r}, and with only= it is whole and has no derivative. Leave only "
-            "out to compute with the slice, or detach the parameters to look at the leaf."
-        )
-    return assembled([x.detach()], [leaf.cuts], mesh)[0]
+def _looked_at(values: Sequence[Any], kept: Sequence[Sequence[Leaf]], mesh: Mesh) -> list[Any]:
+    """Return the whole leaves that are kept of each unit, by their indices, of which `values` are this rank's slices;
+    None for the others.
+    """
+    out: list[Any] = [None] * len(values)
+    for leaves in kept:
+        for leaf in leaves:
+            out[leaf.index] = values[leaf.index]
+        cut = [leaf for leaf in leaves if any(mesh.size(cut.axis) > 1 for cut in leaf.cuts)]
+        odd = next((x for x in cut if out[x.index].requires_grad and torch.is_grad_enabled()), None)
+        if odd is not None:
+            raise TypeError(
+                f"gather: ranks have slices of {odd.name!r}, and with only= it is whole and has no derivative. Leave "
+                "only out to compute with the slice, or detach the parameters to look at the leaf."
+            )
+        whole = assembled([out[x.index].detach() for x in cut], [x.cuts for x in cut], mesh)
+        for leaf, x in zip(cut, whole, strict=True):
+            out[leaf.index] = x
+    return out
 
 
 def _named(path: str) -> Callable[[str], bool]:

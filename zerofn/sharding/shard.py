@@ -21,7 +21,7 @@ from ..deferred_init import Replay, record
 from ..dry_run.fake_machine import FakeMachine, fake_machine
 from ..dry_run.script import current_dry_run
 from ..geometry.cuts import Cut, sliced
-from ..geometry.layout import Unit, unravel
+from ..geometry.layout import Unit
 from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
@@ -37,7 +37,7 @@ from .precision import Precision, resolve
 from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
-from .transfers import assembled, equalize, gather_unit, of_first
+from .transfers import equalize, of_first, whole_leaves
 
 log = logging.getLogger("zerofn")
 
@@ -247,8 +247,8 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
 
     Every rank gets it; with `rank`, only that one, and the others get None in place of each `Sharded`. `only`: a
     predicate of leaf names; units without such a leaf are not gathered, and their leaves are None. All ranks must call
-    it. At most one unit is held in addition to the result. Raises `ValueError`, on every rank and before anything is
-    sent, if `rank` does not exist.
+    it. At most one unit is held in addition to the result, and where ranks have slices, three times its slices. Raises
+    `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
     """
     check_whole(state, "unshard")
     for x in tree.leaves(state, is_leaf=is_sharded):
@@ -264,16 +264,14 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x
-        mesh = x.spec.mesh
-        here = rank in (None, mesh.all.rank)
+        here = rank in (None, x.spec.mesh.all.rank)
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
             if only is not None and not _has(unit, only):
                 continue
-            flat = gather_unit(x.spec, unit, x.stored[i].loaded().decode())
-            for leaf, value in zip(unit.leaves, unravel(flat, unit), strict=True):
-                (whole,) = assembled([value], [leaf.cuts], mesh) if leaf.cuts else (value.clone(),)
-                leaves[leaf.index] = whole if here else None
+            found = whole_leaves(x.spec, unit, x.stored[i].loaded().decode())
+            for leaf, whole in zip(unit.leaves, found if here else (), strict=here):
+                leaves[leaf.index] = whole if leaf.cuts else whole.clone()
         return tree.unflatten(x.layout.treedef, leaves) if here else None
 
     with torch.no_grad():

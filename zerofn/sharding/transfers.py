@@ -18,7 +18,7 @@ from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import group_for
 from ..geometry.cuts import Cut
-from ..geometry.layout import Unit
+from ..geometry.layout import Unit, unravel
 from .spec import Spec
 
 
@@ -48,16 +48,37 @@ def gather_in_place(
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> this rank's stored part of the sum over ranks, added in rank order."""
+    return stored_sum(spec, unit, own_sum(spec, unit, flat))
+
+
+def own_sum(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
+    """flat [..., size] on each rank -> the part of the sum over ranks that this one adds, in rank order: its shard, or
+    less of it. Sums of such parts may be added before `stored_sum` makes what is stored of them.
+    """
     axis, replicas, codec = spec.within(unit), spec.mesh.replicas, spec.precision.sends(flat.dtype)
     shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
         (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
-        if spec.partition.shared_over:
-            shard = ops.as_shard(AllGather(replicas, unit.name)(shard)[0])
+    return shard
+
+
+def stored_sum(spec: Spec, unit: Unit, part: Tensor) -> Tensor:
+    """What each rank has added of a unit's gradient -> this rank's stored part of it."""
+    axis, replicas = spec.within(unit), spec.partition.shared_over
+    if replicas is not None:
+        part = ops.as_shard(AllGather(replicas, unit.name)(part)[0])
     # Stage 0 uses the same steps, so that its sums have the bits of every other stage.
     if axis.size > 1 and spec.num_shards(unit) == 1:
-        shard = ops.as_shard(AllGather(axis, unit.name)(shard)[0])
-    return shard
+        part = ops.as_shard(AllGather(axis, unit.name)(part)[0])
+    return part
+
+
+def whole_leaves(spec: Spec, unit: Unit, x: Tensor) -> list[Tensor]:
+    """Return the whole leaves of a unit: [shard] on each rank -> [*leaf.whole] each, in one all-gather along each axis.
+    Those that ranks have no slices of are views of the gathered unit. All ranks must call it.
+    """
+    leaves = list(unravel(gather_unit(spec, unit, x), unit))
+    return assembled(leaves, [leaf.cuts for leaf in unit.leaves], spec.mesh)
 
 
 def assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:

@@ -25,12 +25,12 @@ from ..geometry.leaf_choices import ask_names, check_effect, is_learned
 from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
-from ..sharding.gather_scatter import expected, gather_leaves, ravel
+from ..sharding.gather_scatter import gather_leaves
 from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
-from ..sharding.transfers import reduce_unit
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
+from .gradient_sums import GradientSums, flat_gradients
 from .loss_errors import check_gradient, warn_of_weight
 from .loss_scale import NoLossScale, check_loss_scale
 
@@ -108,7 +108,7 @@ class ValueAndGrad:
         with axes_of(mesh):
             if self.num_microbatches == 1:
                 only, partial = work.microbatch(nodes, args, 0)
-                loss, aux, sums = _detached(only), only.aux, work.reduce(partial)
+                loss, aux, sums = _detached(only), only.aux, work.sums.stored(work.sums.own(partial))
             else:
                 loss, aux, sums = work.loop(args)
         value, grads = work.finish(loss, sums)
@@ -124,7 +124,8 @@ def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     Each microbatch sees what the one before wrote to buffers. A `vg` that accumulates over `m` then accumulates
     over `m * n`. Capture records one microbatch and loops over it; nothing is unrolled.
 
-    `reduce`: when gradients are summed over ranks. "microbatch": in each one, so that a rank keeps shards of the sums.
+    `reduce`: when gradients are summed over ranks. "microbatch": in each one, so that a rank keeps shards of the sums,
+    which at stage 0, and along `replicate`, are gathered behind the last.
     "step": once, behind the last, which sends 1/n of the bytes, and keeps whole gradients, in the reduce dtype. None:
     "step" at stages 0 and 1, "microbatch" at 2 and 3. For either one, all stages give the same bits.
 
@@ -164,6 +165,11 @@ class _Work:
         return None if self.mesh is None else self.mesh.batch
 
     @property
+    def sums(self) -> GradientSums:
+        """How gradients are added over ranks."""
+        return GradientSums(self.nodes, self.learns, self.axis)
+
+    @property
     def num_ranks(self) -> int:
         return 1 if self.axis is None else self.axis.size
 
@@ -191,7 +197,7 @@ class _Work:
                 found = _derivatives(loss.mean, wanted, self._seed(loss, share))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
         note_gradients(lambda: self._used(leaves, by_leaf))
-        return loss, _flat_gradients(nodes, leaves, by_leaf, factor)
+        return loss, flat_gradients(nodes, leaves, by_leaf, factor)
 
     def _used(self, leaves: list[list[Tensor]], found: dict[int, Tensor | None]) -> Iterator[tuple[str, bool]]:
         """Yield (name, whether the loss uses it) of every leaf that is trained."""
@@ -270,16 +276,6 @@ class _Work:
         seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
         return self.vg.scale.scale(seed if share is None else seed * share)
 
-    def reduce(self, flats: list[Tensor]) -> list[Tensor]:
-        """Sum gradients over ranks; return this rank's shard of each unit, and the whole sums of plain leaves."""
-        out, flat = [], iter(flats)
-        for x, learns in zip(self.nodes, self.learns, strict=True):
-            if is_sharded(x):
-                out += [reduce_unit(x.spec, u, next(flat)) for u in x.layout.units if u.trainable]
-            elif learns[0]:  # a plain leaf is replicated: its copies must stay equal on all ranks
-                out.append(next(flat) if self.axis is None else sum_over(next(flat), self.axis))
-        return out
-
     def _late(self) -> bool:
         """Return whether gradients accumulate unsharded and are reduced once a step, as at stages 0 and 1."""
         late = all(x.spec.partition.late for x in self.nodes if is_sharded(x))
@@ -305,11 +301,11 @@ class _Work:
             # Clone: the loss or weight may be a buffer that the next microbatch writes.
             pair = [x.clone() for x in _detached(loss) if x is not None]
             aux_leaves, aux_treedef = tree.flatten(loss.aux)
-            return pair + (flats if late else self.reduce(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
+            return pair + (flats if late else self.sums.own(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
 
         sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
         head = 2 if weighted else 1
-        grads = self.reduce(sums[head:]) if late else sums[head:]
+        grads = self.sums.stored(self.sums.own(sums[head:]) if late else sums[head:])
         total = sums[0] if weighted else sums[0] / n
         return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
 
@@ -367,27 +363,6 @@ def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[T
     if not wanted or not loss.requires_grad:
         return [None] * len(wanted)
     return torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
-
-
-def _flat_gradients(
-    nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None], factor: Tensor | None
-) -> list[Tensor]:
-    flats: list[Tensor] = []
-    for x, ts in zip(nodes, leaves, strict=True):
-        if is_sharded(x):
-            for unit, shard in zip(x.layout.units, x.stored, strict=True):
-                if unit.trainable:
-                    mine = [expected(found[id(ts[leaf.index])], leaf, x.spec.mesh) for leaf in unit.leaves]
-                    dtype = x.spec.precision.reduces(shard.dtype)
-                    flats.append(
-                        ravel(mine, unit, dtype)
-                        if any(g is not None for g in mine)
-                        else torch.zeros(unit.size, dtype=dtype, device=ts[0].device)
-                    )
-        elif ts[0].requires_grad:
-            g = found[id(ts[0])]
-            flats.append(torch.zeros_like(x) if g is None else g)
-    return flats if factor is None else [g * factor.to(g.dtype) for g in flats]
 
 
 def _cut(x: Tensor, n: int) -> Tensor:

@@ -1,0 +1,72 @@
+"""Gradients as flat tensors, one of each unit and of each plain leaf, and their sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..collectives.maps import sum_over
+from ..comm.mesh import Axis
+from ..geometry.layout import Unit
+from ..sharding.gather_scatter import expected, ravel
+from ..sharding.sharded import is_sharded
+from ..sharding.spec import Spec
+from ..sharding.transfers import own_sum, stored_sum
+
+
+@dataclass(frozen=True)
+class GradientSums:
+    """Sums over ranks of the gradients of `nodes`, which are `Sharded` or plain. `learns`: for each node, whether each
+    of its leaves gets a gradient. `axis`: the ranks with different parts of the batch; None if there are no others.
+    """
+
+    nodes: Sequence[Any]
+    learns: Sequence[Sequence[bool]]
+    axis: Axis | None
+
+    def own(self, flats: Iterable[Tensor]) -> list[Tensor]:
+        """Add gradients over ranks. Return the part of each unit's sum that this rank adds, and of plain leaves, whose
+        copies must stay equal on all ranks, the whole sum. With several microbatches, these are added up.
+        """
+        pairs = zip(self._units(), flats, strict=True)
+        return [own_sum(*unit, x) if unit else x if self.axis is None else sum_over(x, self.axis) for unit, x in pairs]
+
+    def stored(self, parts: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank stores of each gradient, of what each rank has added."""
+        return [stored_sum(*unit, x) if unit else x for unit, x in zip(self._units(), parts, strict=True)]
+
+    def _units(self) -> Iterator[tuple[Spec, Unit] | None]:
+        """Yield of which unit each gradient is; None for a plain leaf."""
+        for x, learns in zip(self.nodes, self.learns, strict=True):
+            if is_sharded(x):
+                yield from ((x.spec, unit) for unit in x.layout.units if unit.trainable)
+            elif learns[0]:
+                yield None
+
+
+def flat_gradients(
+    nodes: list[Any], leaves: list[list[Tensor]], found: dict[int, Tensor | None], factor: Tensor | None
+) -> list[Tensor]:
+    """Return a flat gradient of each trainable unit, and one of each trained plain leaf. `leaves`: by node, what was
+    differentiated. `found`: id of a leaf -> its gradient. `factor`: what all are multiplied by.
+    """
+    flats: list[Tensor] = []
+    for x, ts in zip(nodes, leaves, strict=True):
+        if is_sharded(x):
+            for unit, shard in zip(x.layout.units, x.stored, strict=True):
+                if unit.trainable:
+                    mine = [expected(found[id(ts[leaf.index])], leaf, x.spec.mesh) for leaf in unit.leaves]
+                    dtype = x.spec.precision.reduces(shard.dtype)
+                    flats.append(
+                        ravel(mine, unit, dtype)
+                        if any(g is not None for g in mine)
+                        else torch.zeros(unit.size, dtype=dtype, device=ts[0].device)
+                    )
+        elif ts[0].requires_grad:
+            g = found[id(ts[0])]
+            flats.append(torch.zeros_like(x) if g is None else g)
+    return flats if factor is None else [g * factor.to(g.dtype) for g in flats]
