@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-# Adam's update in one pass over memory.
+# Adam's update in one pass over memory; the number of the kernel that attention takes, 0 for one that is not fused.
 from torch import _fused_adam_ as fused_adam_
 from torch import _fused_adamw_ as fused_adamw_
+from torch import _fused_sdp_choice as fused_attention
 
 # Process groups and their rendezvous store.
 from torch.distributed.distributed_c10d import _get_default_group as default_group

@@ -28,6 +28,7 @@ from ..util.user_line import at_line
 from .advice import instead, note_dtypes
 from .as_written import as_written
 from .assigned_data import OuterAssignment, assigned_data
+from .attention_masks import masks_recognised
 from .changing_constants import ChangingConstant, unmoved
 from .known_values import answer, values_looked_at
 from .model_settings import settings_behind
@@ -123,7 +124,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
     Libraries then skip checks that read data, and kernels that fake tensors do not support. It is not the default,
     because some libraries then choose another algorithm, which rounds differently from the eager step.
     """
-    patched = warned_prints, _unvalidated, values_looked_at, assigned_data, recurrent, known_lengths
+    patched = warned_prints, _unvalidated, values_looked_at, masks_recognised, assigned_data, recurrent, known_lengths
     with torch.no_grad(), lazy_code(True), quiet_fakes(), uncollected(), contextlib.ExitStack() as stack:
         for each in patched:
             stack.enter_context(each)

@@ -26,7 +26,7 @@ from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.patches import Patches, Replacement
 from .host_checks import passing_answer
 
-_MOST = 1 << 26  # elements of a value: a mask of 8,192 tokens
+MOST = 1 << 28  # elements of a value: a mask of 16,384 tokens
 _KEPT = 1 << 20  # elements of a value that is kept for the next question
 _UNKNOWN_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 
@@ -37,13 +37,16 @@ def known_value(x: Tensor) -> Tensor | None:
     """
     trace: Any = current_trace()
     node = node_of(trace.tracer, x) if trace is not None and type(x) is FakeTensor else None
-    if node is None:
-        return None
-    kept = vars(trace.tracer)
+    return None if node is None else values_of(trace.tracer).of(node)
+
+
+def values_of(tracer: Any) -> Values:
+    """Return the known values of a trace."""
+    kept = vars(tracer)
     if "_zerofn_values" not in kept:
-        kept["_zerofn_values"] = _Values(trace.tracer)
-    value: Tensor | None = kept["_zerofn_values"].of(node)
-    return value
+        kept["_zerofn_values"] = Values(tracer)
+    values: Values = kept["_zerofn_values"]
+    return values
 
 
 def answer(func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -60,7 +63,7 @@ def answer(func: OpOverload, args: Any, kwargs: Any) -> Any:
         return func(*given[0], **given[1])
 
 
-class _Values:
+class Values:
     """The known values of one trace."""
 
     def __init__(self, tracer: Any) -> None:
@@ -80,6 +83,11 @@ class _Values:
         if value is None:
             self._found[node] = None
         return value
+
+    def is_written(self, node: Node) -> bool:
+        """Return whether anything has written to a node's memory."""
+        self._see()
+        return _memory_of(node) in self._writers
 
     def _see(self) -> None:
         """Look at the nodes that are new."""
@@ -116,8 +124,8 @@ class _Values:
         """Return whether an operation has the same result in every step, if its inputs have."""
         target = node.target
         if node.op == "get_attr":
-            return not writers and type(self._constant(node)) is Tensor and self._constant(node).numel() <= _MOST
-        if node.op != "call_function" or _numel(node) > _MOST:
+            return not writers and type(self._constant(node)) is Tensor and self._constant(node).numel() <= MOST
+        if node.op != "call_function" or _numel(node) > MOST:
             return False
         if target is operator.getitem:
             return True
