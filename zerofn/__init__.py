@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from .training.train_state import TrainState
     from .training.uneven_loaders import even
     from .tree import tree_map
+    from .util.peaks import peak_flops
 
 
 # Where each public name is defined; an empty text for a public module.
@@ -90,6 +91,7 @@ _WHERE = {
     "from_deepspeed": "interop.deepspeed",
     "load_deepspeed": "interop.deepspeed_checkpoint",
     "even": "training.uneven_loaders",
+    "peak_flops": "util.peaks",
     "plan": "planning.planner",
     "register_step_pre_hook": "runtime.hooks",
     "remat": "training.remat",
@@ -129,6 +131,7 @@ __all__ = [
     "moe",
     "normal_like",
     "optim",
+    "peak_flops",
     "plan",
     "progress",
     "parallel",

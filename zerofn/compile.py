@@ -16,6 +16,7 @@ from .capture.advice import no_leaf
 from .capture.between_ranks import NumberedStep
 from .capture.checked_capture import captured, dry_result
 from .cost.machine import Machine, machine_of
+from .cost.op_cost import flops_of_step
 from .dry_run.script import current_dry_run
 from .graph.program import Program, tensor_of
 from .graph.same_graph import Outline
@@ -47,7 +48,7 @@ from .runtime.interrupts import whole_steps
 from .runtime.options import Options
 from .runtime.outputs import returned
 from .runtime.rank_comparison import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
-from .runtime.repeatable import repeatable
+from .runtime.repeatable import arithmetic
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
@@ -160,6 +161,11 @@ class CompiledStep:
         """All captures, by (signature, number among the signature's captures)."""
         return {(key, k): x for key, captures in self._captures.items() for k, x in enumerate(captures.entries)}
 
+    @property
+    def flops(self) -> int:
+        """A rank's operations in matrix products, as last captured; 0 before. What is recomputed does not count."""
+        return flops_of_step([*self._entries.values()][-1].program).model if self._captures else 0
+
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step. Inside another step it is the function that was compiled."""
         if is_inside_step():
@@ -254,7 +260,7 @@ class CompiledStep:
 
     def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
         """Capture on this rank alone, to see whether the graph is another one by now."""
-        with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
+        with arithmetic(self._options.deterministic, tree.leaves(state, is_leaf=is_sharded)):
             found = captured(self._step, state, batch, lines)[0].outline
         assert found is not None
         return found
@@ -316,7 +322,7 @@ class CompiledStep:
         """Return (the captured step, what must be the same on all ranks)."""
         began = time.perf_counter()
         pending().wait_for_all()  # perhaps of another state that nobody will use again
-        with self._arithmetic(tree.leaves(state, is_leaf=is_sharded)):
+        with arithmetic(self._options.deterministic, tree.leaves(state, is_leaf=is_sharded)):
             program, constants = captured(self._step, state, batch)
         program.name, program.broadcasts = self.__name__, self._options.broadcast_buffers
         numbered = NumberedStep(program, None if self._captures else state)
@@ -354,7 +360,7 @@ class CompiledStep:
         entry = call.entry
         try:
             with (
-                self._arithmetic(call.state_leaves),
+                arithmetic(self._options.deterministic, call.state_leaves),
                 meetings().lasting(entry.groups, f"the step {self.__name__}", entry.digest),
             ):
                 if not isinstance(entry.runner, Executor):  # which settles before its first write
@@ -380,12 +386,6 @@ class CompiledStep:
                     if is_sharded(x):
                         x.donate(f"This state was lost when {why}. Load the last checkpoint.")
             raise
-
-    def _arithmetic(self, state_leaves: list[Any]) -> contextlib.AbstractContextManager[None]:
-        """Return what a step is captured and runs in."""
-        if not self._options.deterministic:
-            return contextlib.nullcontext()
-        return repeatable([x.device for x in state_leaves if isinstance(x, Tensor) or is_sharded(x)])
 
     def _recover(self, entry: CapturedStep) -> None:
         """Clean up the transfers and jobs that a failed step has left."""

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
+from torch.func import functional_call
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerofn
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, state_of, train_step_of
@@ -137,3 +139,30 @@ def test_a_loop_moves_what_its_rounds_move():
         assert inside and {x: n * times for x, times in inside.items()}.items() <= found[n].items()
         assert all(x.axis == "data" for x in found[n])
     assert found[2].keys() == found[4].keys()  # gathers and reductions of parameters, however many rows there are
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"remat": "full"}])
+def test_a_decoder_takes_what_the_field_counts(kv_heads, options):
+    """6 N + 12 x layers x width x length a token; what is recomputed is beside it."""
+    layers, width, length, vocab = 2, 32, 24, 64
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 48, "vocab_size": vocab}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=kv_heads, use_cache=False)
+    model = LlamaForCausalLM(config)
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(0.1)), stage=3)
+
+    def step(state, ids):
+        vg = state.value_and_grad(
+            lambda p, ids: functional_call(model, p, kwargs={"input_ids": ids, "labels": ids}).loss
+        )
+        loss, grads = vg(ids)
+        return state.apply_gradients(grads), loss
+
+    run, ids = zerofn.compile(step, **options), torch.zeros(3, length, dtype=torch.int64)
+    assert run.flops == 0
+    plan = run.lower(state, ids)
+    products = sum(p.numel() for k, p in params.items() if p.dim() == 2 and "embed" not in k)
+    assert run.flops == plan.flops.model == 3 * length * (6 * products + 12 * layers * width * length)
+    assert (plan.flops.again > 2 * layers * 3 * length * length * width) == bool(options)
+    assert "computed by a rank in a step" in plan.text()

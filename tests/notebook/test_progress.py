@@ -163,3 +163,21 @@ def test_json_lines_are_json(tmp_path):
     found = json.loads(line, parse_constant=refuse)
     assert found == {"step": 3, "loss": "NaN", "scale": "Infinity", "low": "-Infinity", "rate": 0.5}
     assert float(found["scale"]) == float("inf")
+
+
+class Step:
+    flops = 3_000_000_000
+
+
+def test_operations_a_second(clocked, monkeypatch, capsys):
+    monkeypatch.setattr(zerofn, "peak_flops", lambda: 1e12, raising=False)
+    bar = zerofn.progress(BATCHES[:4], every=2, step=Step())
+    list(bar)
+    assert [(x["tflops"], x["mfu"]) for x in bar.records] == [(0.012, 0.012)] * 2
+    assert "0.012 TFLOP/s (MFU 1.2%)" in capsys.readouterr().err
+    monkeypatch.setattr(zerofn, "peak_flops", lambda: None, raising=False)
+    bar = zerofn.progress(BATCHES[:2], every=2, step=zerofn.compile(lambda state, x: state))
+    list(bar)
+    assert "tflops" not in bar.records[0]
+    with pytest.raises(TypeError, match="step= is what zerofn.compile returned, got int"):
+        zerofn.progress(BATCHES, step=3)

@@ -6,23 +6,29 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .._torch_compat import OpOverload, packet_of
 from ..comm.mesh import Mesh
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view
-from ..graph.liveness import complete_values, tensors_of, values_of
+from ..graph.liveness import AGAIN, complete_values, tensors_of, values_of
 from ..graph.nested import call_of, foreign_graphs
 from ..graph.node_kinds import argument, arguments, reduces, traits
-from ..graph.program import tensor_of
+from ..graph.program import Program, tensor_of
 from ..ops.registry import Lane, argument_places, base_name
 from .links import SENT, axis_of
 
 READ, WRITTEN, DOWN, UP = "read", "written", "to the host", "to the device"
+_ATTENTION = frozenset(
+    f"_scaled_dot_product_{kind}_attention{end}"
+    for kind in ("flash", "efficient", "cudnn")
+    for end in ("", "_for_cpu", "_backward", "_for_cpu_backward")
+)
 _GROUPED = (("self", "mat2"), ("input", "weight"))  # names of torch's grouped product, and of transformers'
 _Number = TypeVar("_Number", int, float)
 _HOW = {Lane.LINK: SENT, Lane.READ: READ, Lane.WRITE: WRITTEN}
@@ -55,11 +61,58 @@ def flops(node: Node) -> int:
     own = traits(node).flops
     if own is not None:
         return int(own(_given(node), node.meta["val"]))
+    if base_name(node.target) in _ATTENTION:
+        return _of_attention(node)
     formula = flop_registry.get(packet_of(node.target))
     groups = groups_of(node)
     if groups is not None:
         return 2 * groups.rows * groups.products * len(tensors_of(node.meta["val"]))
     return 0 if formula is None else _by(formula, node)
+
+
+class Flops(NamedTuple):
+    """Operations of matrix products. `model`: what the model needs; `again`: what is computed once more, to save
+    memory. Attention's backward pass computes the scores again by itself, a fifth of its operations.
+    """
+
+    model: int
+    again: int
+
+
+def flops_of(gm: GraphModule) -> Flops:
+    """Return the operations of a graph and of its bodies, as often as they run."""
+    complete_values(gm.graph)
+    model = again = 0
+    for node in gm.graph.nodes:
+        if call := call_of(node):
+            inside = flops_of(call.body)
+            model, again = model + call.rounds * inside.model, again + call.rounds * inside.again
+        elif node.op == "call_function":
+            all_, twice = flops(node), _computed_twice(node)
+            model, again = (model, again + all_) if node.meta.get(AGAIN) else (model + all_ - twice, again + twice)
+    return Flops(model, again)
+
+
+def flops_of_step(program: Program) -> Flops:
+    """Return the operations of a step on one rank; they are counted once."""
+    if program.flops is None:
+        program.flops = flops_of(program.gm)
+    return program.flops
+
+
+def _computed_twice(node: Node) -> int:
+    name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
+    return flops(node) // 5 if "attention" in name and "backward" in name else 0
+
+
+def _of_attention(node: Node) -> int:
+    """By torch's formulas, which say nothing of the host's kernel, of one that draws from a key, of grouped heads."""
+    tensors = [x for x in map(tensor_of, [a for a in node.args if isinstance(a, Node)]) if x is not None and x.dim()]
+    backward = "backward" in base_name(node.target)  # type: ignore[arg-type]
+    shapes = [x.shape for x in tensors[: 4 if backward else 3]]
+    heads = shapes[-3][1]
+    shapes = [torch.Size((x[0], heads, *x[2:])) for x in shapes]
+    return int(sdpa_backward_flop_count(*shapes) if backward else sdpa_flop_count(*shapes))
 
 
 def _by(formula: Callable[..., Any], node: Node) -> int:

@@ -153,6 +153,7 @@ class Program:
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
     budget: int | None = None  # bytes that the step may take on the device
     context: Any = None  # `passes.Context`: where the step will run, and what was decided about memory
+    flops: Any = None  # `cost.op_cost.Flops`, once they were counted
     outline: Outline | None = None  # as it was captured, to compare with another capture
     warning: str = ""  # what is refused as soon as there is more than one rank
     unused: list[str] = field(default_factory=list)  # parameters without a gradient

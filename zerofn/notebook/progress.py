@@ -31,11 +31,14 @@ class Progress:
         initial: int,
         tokens: Callable[[Any], int] | None,
         to: Any,
+        step: Any = None,
     ) -> None:
         for name, steps, least in (("every", every, 1), ("initial", initial, 0)):
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise ValueError(f"progress: {name} must be a whole number of steps of {least} or more, got {steps!r}.")
-        self._loader, self._every, self._tokens = loader, every, tokens
+        if step is not None and not isinstance(getattr(step, "flops", None), int):
+            raise TypeError(f"progress: step= is what zerofn.compile returned, got {type(step).__name__}.")
+        self._loader, self._every, self._tokens, self._step, self._flops = loader, every, tokens, step, 0
         self._total = initial + len(loader) if total is None and isinstance(loader, Sized) else total
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         shown = not dist.is_initialized() or dist.get_rank() == 0
@@ -85,6 +88,7 @@ class Progress:
             print(*words, flush=True)
 
     def _count(self, batch: Any) -> None:
+        self._flops += 0 if self._step is None else self._step.flops
         if self._tokens is not None:
             self._counted, self._unit = self._counted + self._tokens(batch), "tokens"
             return
@@ -97,7 +101,7 @@ class Progress:
 
     def _show(self) -> None:
         if self._line is None:
-            self._counted = 0
+            self._counted = self._flops = 0
             return
         record: dict[str, Any] = {"step": self._steps}
         record |= {name: value for name, x in self._aux.items() if (value := number(x)) is not None}
@@ -111,10 +115,14 @@ class Progress:
         record["ms_per_step"] = 1e3 * seconds / steps
         if self._counted:
             record[f"{self._unit}_per_s"] = self._counted * self._ranks / seconds
+        if self._flops:
+            record["tflops"] = self._flops / seconds / 1e12
+            if (peak := zerofn.peak_flops()) is not None:
+                record["mfu"] = self._flops / seconds / peak
         record["peak_bytes"] = peak_bytes()
         if self._total is not None and self._total >= self._steps:
             record["eta_s"] = (self._total - self._steps) * seconds / steps
-        self._since, self._before, self._counted = now, self._steps, 0
+        self._since, self._before, self._counted, self._flops = now, self._steps, 0, 0
         self.records.append(record)
         self._line.show(self.text(record))
         for sink in self._sinks:
@@ -122,11 +130,14 @@ class Progress:
 
     def text(self, record: Mapping[str, Any]) -> str:
         """Return a record as a line."""
-        known = ("step", "ms_per_step", "tokens_per_s", "rows_per_s", "peak_bytes", "eta_s", "skipped", "loss_scale")
+        known = ("step", "ms_per_step", "tokens_per_s", "rows_per_s", "tflops", "mfu", "peak_bytes", "eta_s", "skipped",
+                 "loss_scale")  # fmt: skip
         parts = [f"{record['step']}{'' if self._total is None else f'/{self._total}'}"]
         parts += [f"{name} {value:.4g}" for name, value in record.items() if name not in known]
         parts.append(f"{record['ms_per_step']:.0f} ms/step")
         parts += [f"{record[x]:,.0f} {x[:-6]}/s" for x in ("tokens_per_s", "rows_per_s") if x in record]
+        if "tflops" in record:
+            parts.append(f"{record['tflops']:.3g} TFLOP/s" + (f" (MFU {record['mfu']:.1%})" if "mfu" in record else ""))
         parts.append(f"{record['peak_bytes'] / 1e9:.2f} GB")
         if record.get("skipped"):
             parts.append(f"{record['skipped']} skipped")
@@ -146,6 +157,7 @@ def progress(
     initial: int = 0,
     tokens: Callable[[Any], int] | None = None,
     to: str | Sink | Sequence[str | Sink] = (),
+    step: Any = None,
 ) -> Progress:
     """Return an iterable over `loader` that shows a line of figures at every `every`-th step, on rank 0.
 
@@ -160,13 +172,15 @@ def progress(
     each is a line of its own. `bar.print(...)` prints besides, on rank 0. A run that goes on gives `initial`, the steps
     that were done before, which `total` counts, too.
 
+    `step`: what `zerofn.compile` returned. Then the line also has this rank's TFLOP/s, of matrix products that the
+    model needs (recomputed ones do not count), and on a known GPU their share of what its data sheet promises (MFU).
     `tokens(batch) -> int`: tokens of a rank's batch; by default the rows and columns of its first tensor of integers,
     and rows where there is none. `to`: where lines go besides, one or several of a path that ends in .jsonl, a
     "tensorboard:FOLDER", "wandb" or "trackio" (whose run is the one that you have started), and objects with
     `write(record)` and `close()`. Raises `ValueError` for an `every` below 1, an `initial` below 0 and an unknown
     place, `ImportError` for a place whose library is not installed.
     """
-    return Progress(loader, every, total, initial, tokens, to)
+    return Progress(loader, every, total, initial, tokens, to, step)
 
 
 def leaves(batch: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from ..cost.machine import Machine, machine_of
-from ..cost.op_cost import SENT, Traffic, moved, traffic
+from ..cost.op_cost import SENT, Flops, Traffic, flops_of_step, moved, traffic
 from ..cost.op_timer import measured
 from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
@@ -22,6 +22,7 @@ from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
 from ..util.html import preformatted
+from ..util.peaks import peak_of
 from ..util.sizes import in_words
 from .picture import File, draw, page
 
@@ -165,6 +166,20 @@ class Plan:
         return dict(found)
 
     @property
+    def flops(self) -> Flops:
+        """Return the operations of matrix products of a rank in a step: `model` and, to save memory, `again`."""
+        with self._there():
+            return flops_of_step(self.program)
+
+    @property
+    def mfu(self) -> float | None:
+        """Return the share of the bfloat16 products that the planned machine's data sheet promises; None without a
+        machine, or for one without a data sheet.
+        """
+        peak = None if self.machine is None else peak_of(self.machine.name)
+        return None if peak is None else self.flops.model / self.timeline().seconds / peak
+
+    @property
     def num_batches(self) -> int:
         """Return the number of parts that a batch has, over all ranks: along some axes they have the same part."""
         return 1 if self.program.mesh is None else self.program.mesh.batch.size
@@ -190,10 +205,15 @@ class Plan:
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
         if len(self.sent_along) > 1:
             lines += [f"    along {axis:<6} {in_words(n)}" for axis, n in self.sent_along.items()]
+        if self.flops.model:
+            again = f", and {in_words(self.flops.again, 'FLOP')} again" if self.flops.again else ""
+            lines.append(f"  computed by a rank in a step: {in_words(self.flops.model, 'FLOP')} in products{again}")
         if self.machine is not None:
             time = self.timeline()
             busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
             lines.append(f"  a step on {self.machine.name}: {time.seconds:.3g} s, bound by {time.bound} (s: {busy})")
+            if (mfu := self.mfu) is not None:
+                lines.append(f"    {self.flops.model / time.seconds / 1e12:.3g} TFLOP/s a rank, MFU {mfu:.1%}")
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
@@ -209,6 +229,7 @@ class Plan:
             "disk": m.disk,
             "static_buffers": m.static_buffers,
             "used": m.used,
+            "flops": self.flops._asdict(),
             "sent": self.sent_along,
             "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()],
         }

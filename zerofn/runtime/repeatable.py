@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from .._torch_compat import repeatable_cudnn
 from ..comm.transport import Sums
+from ..sharding.sharded import is_sharded
 from ..util.process import the
 
 WORKSPACES = (":4096:8", ":16:8")  # of cuBLAS, with which its sums repeat
@@ -49,3 +51,10 @@ def repeatable(devices: Sequence[torch.device]) -> Iterator[None]:
 
 def _is_host(device: torch.device) -> bool:
     return device.type == "cpu"
+
+
+def arithmetic(deterministic: bool, state_leaves: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Return what a step is captured and runs in. `state_leaves`: of which devices are told."""
+    if not deterministic:
+        return contextlib.nullcontext()
+    return repeatable([x.device for x in state_leaves if isinstance(x, Tensor) or is_sharded(x)])
