@@ -11,7 +11,7 @@ from .._torch_compat import OpOverload
 from ..graph.alias import roots, written_memory
 from ..graph.edit import clean, merge_equal
 from ..graph.node_kinds import arguments
-from ..ops.registry import EMPTY, may_write
+from ..ops.registry import EMPTY, argument_places, may_write
 from ._context import Context
 
 _MASKS = {"attn_mask", "attn_bias"}  # arguments of attention
@@ -23,21 +23,38 @@ def share_masks(gm: GraphModule, context: Context) -> None:
     Attention makes numbers of a mask of booleans, and saves them for its backward pass: without this, once in each
     layer. A segment under `torch.utils.checkpoint` would make them again; one mask is less than those of two segments.
     """
-    merge_equal(_only_masks(gm.graph))
-    clean(gm)
+    masks = [x for node in gm.graph.nodes for x in _masks_of(node)]
+    if len(masks) > 1:
+        merge_equal(_only_masks(gm.graph, masks))
+        clean(gm)
 
 
-def _only_masks(graph: Graph) -> list[Node]:
+def _masks_of(node: Node) -> list[Node]:
+    """Return what attention takes as its mask, and as nothing else."""
+    places = _places(node.target)
+    if not places:
+        return []
+    given = arguments(node)
+    others = [x for name, x in given.items() if name not in _MASKS]
+    return [given[name] for name in places if isinstance(given[name], Node) and given[name] not in others]
+
+
+def _places(target: object) -> list[str]:
+    return [x for x in _MASKS if x in argument_places(target)] if isinstance(target, OpOverload) else []
+
+
+def _only_masks(graph: Graph, masks: list[Node]) -> list[Node]:
     """Return, in order, the nodes that compute a mask of attention, or what only masks are made of."""
     root = roots(graph)
     written = written_memory(root)
-    found: dict[Node, None] = {}
+    reached, found = set(masks), dict[Node, None]()
     for node in reversed(graph.nodes):
-        pure = (
-            _is_pure(node) and root[node] not in written and all(root[x] not in written for x in node.all_input_nodes)
-        )
-        if pure and node.users and all(user in found or _is_mask_of(node, user) for user in node.users):
+        if node not in reached or not _is_pure(node):
+            continue
+        stays = all(root[x] not in written for x in (node, *node.all_input_nodes))
+        if stays and all(user in found or node in _masks_of(user) for user in node.users):
             found[node] = None
+            reached.update(node.all_input_nodes)
     return list(reversed(found))
 
 
@@ -52,11 +69,3 @@ def _is_pure(node: Node) -> bool:
         and not may_write(target)
         and torch.Tag.nondeterministic_seeded not in target.tags
     )
-
-
-def _is_mask_of(node: Node, user: Node) -> bool:
-    """Return whether attention takes a value as its mask, and as nothing else."""
-    if not isinstance(user.target, OpOverload):
-        return False
-    uses = {name for name, x in arguments(user).items() if x is node}
-    return bool(uses) and uses <= _MASKS
