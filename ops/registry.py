@@ -285,23 +285,26 @@ OUT_GRADIENT = {
     aten.add.Tensor: aten.add.out,
     aten.mul.Tensor: aten.mul.out,
 }
-# What a compiler may fuse, beside elementwise operations and reductions, which torch tags as such.
-FUSIBLE = frozenset((
+# What only moves values or rounds once: the same bits, whoever compiles it.
+EXACT = frozenset((
     aten._to_copy.default, aten.clone.default, aten.cat.default, aten.stack.default, aten.full.default,
     aten.zeros.default, aten.ones.default, aten.empty_like.default, aten.full_like.default, aten.zeros_like.default,
     aten.ones_like.default, aten.new_zeros.default, aten.new_full.default, aten.scalar_tensor.default,
     aten.arange.default, aten.arange.start, aten.arange.start_step, aten.tril.default, aten.triu.default,
+    aten.slice_backward.default, aten.select_backward.default, aten.constant_pad_nd.default, aten.embedding.default,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self, aten.flip.default, aten.roll.default,
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default,
+))  # fmt: skip
+# What a compiler may fuse, beside elementwise operations and reductions, which torch tags as such.
+FUSIBLE = EXACT | frozenset((
     aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default,
     aten._log_softmax_backward_data.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
     aten.native_group_norm.default, aten.native_group_norm_backward.default, aten.nll_loss_forward.default,
     aten.nll_loss_backward.default, aten.gelu.default, aten.gelu_backward.default, aten.silu_backward.default,
     aten.sigmoid_backward.default, aten.tanh_backward.default, aten.threshold_backward.default,
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
-    aten.hardswish_backward.default, aten.slice_backward.default, aten.select_backward.default,
-    aten.constant_pad_nd.default, aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.where.self,
-    aten.embedding.default, aten.mean.default, aten.mean.dim, aten.sum.default, aten.sum.dim_IntList,
-    aten.amax.default, aten.amin.default, aten.var.correction, aten.var_mean.correction, aten.flip.default,
-    aten.roll.default,
+    aten.hardswish_backward.default, aten.mean.default, aten.mean.dim, aten.sum.default, aten.sum.dim_IntList,
+    aten.amax.default, aten.amin.default, aten.var.correction, aten.var_mean.correction,
 ))  # fmt: skip
 _T, _F = torch.Tensor, torch.nn.functional
 # torch's own functions that call just this operation with these arguments, in less time than the dispatcher's entry for

@@ -8,8 +8,12 @@ nowhere else.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import logging
+import os
+import pickle
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -428,11 +432,22 @@ def compiler_cache() -> str:
     return str(cache_dir())
 
 
+def compiler_state() -> str:
+    """Return what Inductor's results depend on beside the graph: versions, settings, instructions, threads."""
+    import torch._inductor.config as inductor_config
+
+    devices = [torch.cuda.get_device_properties(k).name for k in range(torch.cuda.device_count())]
+    cpu = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    settings = sorted((k, repr(x)) for k, x in inductor_config.save_config_portable().items())
+    return f"{torch.__version__} {torch.version.git_version} {devices} {cpu} {settings}"
+
+
 def compile_graph(
     gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode, options: dict[str, Any]
-) -> Callable[[list[Any]], Sequence[Any]]:
+) -> tuple[Callable[[list[Any]], Sequence[Any]], bytes]:
     """Compile a graph without writes by Inductor. `fakes`: its inputs, of `mode`. `options`: of Inductor; those that
-    this torch lacks are left out. The result takes the inputs in a list, which it empties.
+    this torch lacks are left out. Return what takes the inputs in a list, which it empties, and the same for
+    `load_graph`; b"" where nothing is to be stored.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, about itself
@@ -443,10 +458,57 @@ def compile_graph(
     from torch._inductor.virtualized import V
 
     known = {k: v for k, v in options.items() if hasattr(inductor_config, k)}
-    with inductor_config.patch(known), torch.no_grad(), tracing(TracingContext(mode)), mode:
+    if all(x.device.type == "cpu" for x in fakes):
+        known["compile_threads"] = 1  # its processes would not write whole files
+    with inductor_config.patch(known), torch.no_grad(), tracing(TracingContext(mode)), mode, _whole_files():
         interpreter = torch.fx.Interpreter(gm)
         flat = make_fx(lambda *xs: interpreter.run(*xs), decomposition_table=select_decomp_table())(*fakes)
         _recursive_joint_graph_passes(flat)
         with V.set_fake_mode(mode):
             found: Any = compile_fx_inner(flat, list(fakes), is_inference=True)
-    return getattr(found, "current_callable", None) or found
+    stored = copy.copy(found) if hasattr(found, "prepare_for_serialization") else None
+    if stored is not None:
+        stored.prepare_for_serialization()
+    return getattr(found, "current_callable", None) or found, b"" if stored is None else pickle.dumps(stored)
+
+
+def load_graph(content: bytes) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return a compiled graph that was stored. Raises whatever damaged or missing files may lead to."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    constants = CompiledFxGraphConstants()
+    with _whole_files():
+        found, _ = FxGraphCache.cache_hit_post_compile(pickle.loads(content), {}, constants)
+        if found is None:
+            raise OSError("a file of torch's cache is missing")
+        found.post_compile([], constants, found.fx_kwargs)
+    return found.current_callable
+
+
+@contextlib.contextmanager
+def _whole_files() -> Iterator[None]:
+    """Inside, each file that a C++ compiler writes gets its name when it is complete: one that is killed would leave
+    the first part of a library, and the next process would load it.
+    """
+    from torch._inductor.cpp_builder import CppBuilder
+
+    build = CppBuilder.build
+
+    def whole(self: Any) -> None:
+        target, output = self._target_file, self._output
+        self._target_file = f"{target}.{os.getpid()}.{threading.get_ident()}"
+        self._output = output.replace(target, self._target_file)
+        try:
+            build(self)
+            os.replace(self._target_file, target)
+        finally:
+            self._target_file, self._output = target, output
+
+    CppBuilder.build = whole
+    try:
+        yield
+    finally:
+        CppBuilder.build = build

@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from .._torch_compat import OpOverload, below_autograd, tree_leaves, tree_map
 from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.nested import graphs_of, is_nested
+from ..graph.nested import call_of, graphs_of, is_nested, is_region
 from ..graph.node_kinds import is_ours, traits
 from ..runtime.executor import callable_of
 from ..tracing.invented_values import takes_any_values
@@ -34,8 +34,8 @@ _known: dict[Hashable, float] = {}
 
 
 def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
-    """Return the seconds of nodes of these graphs and of the bodies in them. Those that touch more than `LARGE` bytes,
-    and those that invented values might not suit, have them by the rates of `machine`.
+    """Return the seconds of nodes of these graphs and of the bodies in them. Regions, what touches more than `LARGE`
+    bytes and what invented values might not suit have them by the rates of `machine`.
 
     What was measured before is not run again. Call it on all ranks of a machine at once: they share caches and
     memory.
@@ -58,7 +58,8 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
     for node in gm.graph.nodes:
         nbytes = touched_bytes(node)
-        if _counts(node) and (nbytes > LARGE or not _may_run(node)):
+        call = call_of(node)
+        if call and is_region(call.body) or _counts(node) and (nbytes > LARGE or not _may_run(node)):
             found[node] = otherwise(node)
         elif _counts(node):
             ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]

@@ -25,7 +25,7 @@ from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import call_of
+from ..graph.nested import call_of, is_region
 from ..graph.node_kinds import ASIDE, argument, reduces
 from ..util.sizes import time_in_words
 from .links import SENT, Links
@@ -89,7 +89,7 @@ class Lanes:
         if node.op != "call_function":
             return
         self.starts.append((node, self.free[COMPUTE]))
-        if call := call_of(node):
+        if (call := call_of(node)) and not is_region(call.body):  # a region is compiled: one pass over its inputs
             for _ in range(call.rounds):
                 self.run(call.body)
             return

@@ -16,7 +16,7 @@ from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, memory_of, positions, roots, touches
-from .nested import Call, call_of, is_nested, is_result, runs_once
+from .nested import Call, call_of, is_nested, is_region, is_result, runs_once
 from .node_kinds import (
     argument,
     casts,
@@ -82,7 +82,8 @@ def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterat
         call = call_of(node)
         if call and runs_once(node):  # it makes its results inside, and frees there what ends with it
             yield from moments(call.body, live, _handed(call, dying[k]))
-            _count(live, dying.pop(k), -1)
+            if not is_region(call.body):  # compiled, it reads all inputs and writes all results at once
+                _count(live, dying.pop(k), -1)
             _count(live, born[k])
         else:
             before = dict(live) if call else live

@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from .._torch_compat import OpOverload, TorchDispatchMode, current_trace
 from ..util.user_line import OURS, at_line, library_prefixes, of_python, user_line
-from .nested import graphs_of
+from .nested import call_of, graphs_of, is_region
+
+OUTLINED = "outlined"  # a meta key of a region's nodes: the name that a node had where it was first captured
 
 
 class Lines(TorchDispatchMode):
@@ -88,8 +90,14 @@ def place_of(node: Node, program: Any, traced: Callable[[], Any]) -> str:
     `traced()` captures the program again with lines; its nodes have the same names, because passes preserve names. If
     the line cannot be found, return 'aten.addmm' alone.
     """
+    if (call := call_of(node)) and is_region(call.body):
+        first = next(x for x in call.body.graph.nodes if x.op == "call_function")
+        return f"a region that begins with {place_of(first, program, traced)}"
     what = str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
     with contextlib.suppress(Exception):
+        if (name := node.meta.get(OUTLINED)) is not None:
+            lines = (n.meta.get("line", "") for gm in graphs_of(traced().gm) for n in gm.graph.nodes if n.name == name)
+            return what + next(lines, "")
         graphs = graphs_of(program.gm)
         again = traced().gm
         k = next(k for k, gm in enumerate(graphs) if gm.graph is node.graph)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ..graph.program import Program
 from ..passes import Pass, before
+from ..runtime.backend import Eager
 from ..runtime.executor import Executor, Lowered
 from .outline_regions import outline_regions
 from .regions import Region, compiled, missing
@@ -15,7 +17,7 @@ from .regions import Region, compiled, missing
 log = logging.getLogger("zerofn")
 
 
-class Inductor:
+class Inductor(Eager):
     """`backend="inductor"`: the step runs operation by operation, except for regions, which are compiled once each.
 
     A region that does not compile runs operation by operation, and a line in the log says why. Without a compiler all
@@ -26,9 +28,9 @@ class Inductor:
         """Return all passes, with the one that makes regions."""
         return before("hide_sums", Pass(outline_regions, "body"))(ours)
 
-    def bind(self, program: Program) -> Executor:
-        """Return an executor of the graph, whose regions are compiled."""
-        return Executor(program.gm, None, self.lowered(program))
+    def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
+        """Return an executor of the graph, whose regions are compiled. `tick`: see `Executor`."""
+        return Executor(program.gm, tick, self.lowered(program))
 
     def lowered(self, program: Program) -> Lowered | None:
         """Return what compiles a region of the graph; None, and a line in the log, without a compiler."""

@@ -17,10 +17,9 @@ from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import REGION, call
 from ..graph.phase import BACKWARD, FORWARD, phase_of
-from ..ops.registry import FUSIBLE, OUT_GRADIENT
+from ..graph.source_lines import OUTLINED
+from ..ops.registry import EXACT, FUSIBLE, OUT_GRADIENT
 from ..passes import Context
-
-_LEAST = 2  # operations: one alone gains nothing
 
 
 def outline_regions(gm: GraphModule, context: Context) -> None:
@@ -71,7 +70,15 @@ def _runs(graph: Graph) -> list[_Run]:
             run.at = node
             found.append(run)
             run = _Run()
-    return [x for x in found if sum(not is_view(n) and n.target is not operator.getitem for n in x.nodes) >= _LEAST]
+    return list(filter(_is_worth_it, found))
+
+
+def _is_worth_it(run: _Run) -> bool:
+    """Return whether a run is more than one operation whose bits do not depend on the compiler. Another one alone is
+    compiled, too, as it may be recomputed among others.
+    """
+    made = [x for x in run.nodes if x.target is not operator.getitem and not is_view(x)]
+    return len(made) > 1 or any(x.target not in EXACT or "alpha" in x.kwargs for x in made)
 
 
 def _is_fusible(node: Node) -> bool:
@@ -166,7 +173,7 @@ def _body(nodes: Sequence[Node], inputs: Sequence[Node], results: Sequence[Node]
         lines.append(f"i{k}: {_like(x)}")
     for k, x in enumerate(nodes):
         new[x] = graph.create_node("call_function", x.target, *_mapped(x, new), name=f"n{k}")
-        new[x].meta.update(x.meta)
+        new[x].meta.update(x.meta, **{OUTLINED: x.name})
         lines.append(f"{phase_of(x)} n{k} = {x.target}{new[x].args} {new[x].kwargs}")
     graph.output([new[x] for x in results])
     lines += [f"return {new[x].name}: {_like(x)}" for x in results]

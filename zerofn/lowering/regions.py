@@ -1,10 +1,17 @@
-"""Compile regions: each once in a process, and once on a host, where other processes wait for the first."""
+"""Compile regions: each once in a process, and once on a host, where other processes wait for its file.
+
+A region's file has what the compiler made of it, by all that the result depends on: the region's text, the options,
+the versions of torch and of the devices. So a process that starts again reads files, and traces nothing.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .._torch_compat import FakeTensorMode, compile_graph, compiler_cache, compiler_missing
+from .._torch_compat import FakeTensorMode, compile_graph, compiler_cache, compiler_missing, compiler_state, load_graph
 from ..graph.nested import REGION
 from ..graph.program import tensor_of
 from ..util.process import the
@@ -37,10 +44,11 @@ class Region:
 
 
 class Compiled:
-    """The regions of this process, by name."""
+    """The regions of this process, by name. `made`: how many of them it has compiled, and not read."""
 
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
+        self.made = 0
 
 
 def missing(gm: GraphModule) -> str:
@@ -53,17 +61,81 @@ def compiled(gm: GraphModule) -> Region:
     """Compile a region, or return what was compiled of one of the same name. Raises what the compiler raises."""
     name, known = gm.meta[REGION], the(Compiled).regions
     if name not in known:
-        with _alone(name):
-            known[name] = _compile(gm)
+        path = _folder() / f"{_digest(name)}.region"
+        region = _read(path)
+        if region is None:
+            with _alone(path.with_suffix(".lock")):
+                region = _read(path) or _made(gm, path)
+        known[name] = region
     return known[name]
 
 
-def _compile(gm: GraphModule) -> Region:
+def _folder() -> Path:
+    folder = Path(compiler_cache()) / "zerofn"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(f"{name} {OPTIONS} {_state()}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _state() -> str:
+    return compiler_state()
+
+
+def _read(path: Path) -> Region | None:
+    """Return a region from its file; None where there is no such file, or it or a library of it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        shared, content = pickle.loads(path.read_bytes())
+        return Region(load_graph(content), shared)
+    except Exception as error:  # such as an ImportError: file too short
+        _remove(path)
+        _remove_library(error)
+        return None
+
+
+def _made(gm: GraphModule, path: Path) -> Region:
+    """Compile a region, and write its file."""
     given = [x.meta["val"] for x in gm.graph.nodes if x.op == "placeholder"]
+    try:
+        run, content = _compile(gm, given)
+    except Exception as error:
+        if not _remove_library(error):
+            raise
+        run, content = _compile(gm, given)
+    the(Compiled).made += 1
+    shared = _shared(run, given)
+    if content:
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(pickle.dumps((shared, content)))
+        os.replace(fresh, path)
+    return Region(run, shared)
+
+
+def _compile(gm: GraphModule, given: Sequence[Tensor]) -> tuple[Run, bytes]:
     with FakeTensorMode() as mode:
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
-    run = compile_graph(gm, fakes, mode, OPTIONS)
-    return Region(run, _shared(run, given))
+    return compile_graph(gm, fakes, mode, OPTIONS)
+
+
+def _remove_library(error: BaseException | None) -> bool:
+    """Remove the library that could not be loaded, if that is why a region failed, so that it is compiled again."""
+    while error is not None:
+        if isinstance(error, ImportError) and error.path:
+            return _remove(Path(error.path))
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _remove(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        path.unlink()
+        return True
+    return False
 
 
 def _shared(run: Run, given: Sequence[Tensor]) -> list[int]:
@@ -92,11 +164,9 @@ def _copying(run: Run, shared: Sequence[int]) -> Run:
 
 
 @contextlib.contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """Let one process of this host compile a region at a time; those behind it find it in the compiler's cache."""
-    folder = Path(compiler_cache()) / "zerofn"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / f"{name}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+def _alone(path: Path) -> Iterator[None]:
+    """Let one process of this host at a time in here, the next one also where it is killed."""
+    file = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -129,7 +129,7 @@ def _dump(program: Program, number: int, name: str) -> None:
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     rank = os.environ.get("RANK", "0")
-    named = {call.name: call.body for _, call in calls(program.gm)}
+    named = {call.name: call.body for gm in graphs(program.gm) for _, call in calls(gm)}
     bodies = "".join(f"\n\n# {name}{body.code}" for name, body in named.items())
     target = path / f"{program.name}.{number:02}.{name}.rank{rank}.py"
     fresh = target.with_name(f"{target.name}.{secrets.token_hex(6)}")

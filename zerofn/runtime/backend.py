@@ -62,7 +62,7 @@ class Eager:
 
 
 def eager_of(backend: Any, what: str) -> Eager:
-    """Return `backend` if it is the eager one.
+    """Return `backend` if it is the eager one, or runs regions beside single operations.
 
     `what`: a feature that observes single operations. Raises `ValueError`, which names it, for another backend.
     """
