@@ -485,7 +485,8 @@ def load_graph(content: bytes) -> Callable[[list[Any]], Sequence[Any]]:
         if found is None:
             raise OSError("a file of torch's cache is missing")
         found.post_compile([], constants, found.fx_kwargs)
-    return found.current_callable
+    run: Any = found.current_callable
+    return run
 
 
 @contextlib.contextmanager
@@ -493,9 +494,10 @@ def _whole_files() -> Iterator[None]:
     """Inside, each file that a C++ compiler writes gets its name when it is complete: one that is killed would leave
     the first part of a library, and the next process would load it.
     """
-    from torch._inductor.cpp_builder import CppBuilder
+    import torch._inductor.cpp_builder
 
-    build = CppBuilder.build
+    builder: Any = torch._inductor.cpp_builder.CppBuilder
+    build = builder.build
 
     def whole(self: Any) -> None:
         target, output = self._target_file, self._output
@@ -507,8 +509,8 @@ def _whole_files() -> Iterator[None]:
         finally:
             self._target_file, self._output = target, output
 
-    CppBuilder.build = whole
+    builder.build = whole
     try:
         yield
     finally:
-        CppBuilder.build = build
+        builder.build = build
