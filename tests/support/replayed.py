@@ -1,16 +1,22 @@
 """A stand-in for a CUDA graph: it repeats what a step has called, with the memory and the numbers of the first time.
 
 A number of the host that is baked in, an address that has changed and a draw with an old key show as wrong values.
+
+`ZEROFN_RUNTIME=replayed pytest tests/...` runs any test so: every step of one rank is recorded at its first call.
 """
 
+import contextlib
 import operator
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx.node import map_arg
 
 from zerofn._torch_compat import tree_leaves
-from zerofn.runtime.executor import callable_of
+from zerofn.lowering import cuda_graphs
+from zerofn.runtime.backend import Eager
+from zerofn.runtime.executor import Executor, callable_of
 
 
 def record(gm, run, inputs, draws):
@@ -45,3 +51,16 @@ def record(gm, run, inputs, draws):
 
 def _tensors(value):
     return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+@contextlib.contextmanager
+def replayed():
+    """Inside, the eager backend replays."""
+
+    def bind(self, program, tick=None):
+        return Executor(program.gm, tick) if tick else cuda_graphs.Replayed(program, None, record, "cpu")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Eager, "bind", bind)
+        patch.setattr(cuda_graphs, "WARM_UP", 0)
+        yield

@@ -1,4 +1,4 @@
-"""The runtime of a test: as users have it, or the one that `ZEROFN_RUNTIME=late` or `=ordered` asks for."""
+"""The runtime of a test: as users have it, or what `ZEROFN_RUNTIME=late`, `=ordered` or `=replayed` asks for."""
 
 import contextlib
 import os
@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.support.happens_before import ordered
 from tests.support.late_runtime import late
+from tests.support.replayed import replayed
 
-RUNTIMES: dict[str, Any] = {"": contextlib.nullcontext, "late": late, "ordered": ordered}
+RUNTIMES: dict[str, Any] = {"": contextlib.nullcontext, "late": late, "ordered": ordered, "replayed": replayed}
 
 
 def asked() -> contextlib.AbstractContextManager[Any]:

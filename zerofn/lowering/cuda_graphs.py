@@ -266,6 +266,8 @@ def _why_not(program: Program, device: str) -> str:
 
 
 def _unrecordable(node: Node, on_host: Container[Node], inside: bool) -> str:
+    if any(x.layout != torch.strided for x in tensors_of(node.meta.get("val"))):
+        return "is a sparse tensor."
     if node.op != "call_function" or getattr(node.target, "__name__", "") == "getitem":
         return ""
     if node.meta.get(ASIDE):
