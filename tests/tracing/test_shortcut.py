@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerofn
+from tests.support.small_steps import fake_ranks
 from zerofn.capture.capture import capture
 from zerofn.graph.program import tensor_of
 from zerofn.passes._context import context_of
@@ -115,13 +116,17 @@ def test_zeros_of_forward_mode_differentiation_stay_immutable_zeros(monkeypatch)
     assert [x for x in ours if "detach" not in x] == [x for x in theirs if "detach" not in x]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("which", [0, 1])
-def test_the_graph_is_the_one_that_torch_records(which, monkeypatch):
+def test_the_graph_is_the_one_that_torch_records(which, num_ranks, monkeypatch):
     step = steps_of(zerofn.skeleton(Net))[which]
-    state, batch = make_state(), torch.randn(2, 3, 8)
-    captures = [capture(step, state, batch)]
-    monkeypatch.setattr(sys.modules["zerofn.capture.capture"], "Shortcut", Without)
-    captures.append(capture(step, state, batch))
+    with fake_ranks(num_ranks):
+        state, batch = make_state(), torch.randn(2, 3, 8)
+        captures = [capture(step, state, batch)]
+        monkeypatch.setattr(sys.modules["zerofn.capture.capture"], "Shortcut", Without)
+        captures.append(capture(step, state, batch))
+    waits = str(captures[0].gm.graph).count("zerofn.wait")
+    assert num_ranks == 1 or waits >= 4
     ours, theirs = (program.gm for program in captures)
     assert len(ours.graph.nodes) < len(theirs.graph.nodes)  # without detaches
     for program in captures:

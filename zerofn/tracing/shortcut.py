@@ -39,6 +39,7 @@ from .._torch_compat import (
     storage_key,
 )
 from ..ops import ctc  # noqa: F401  (defines what it replaces)
+from ..ops.ravel import MARKS
 from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS, traits_of
 from ..util.nested_arguments import tensors_in
 from ..util.process import the
@@ -257,6 +258,19 @@ def _view(call: _Call, args: Any, kwargs: Any) -> Any:
         )
 
 
+def _passed(call: _Call, args: Any, kwargs: Any) -> Any:
+    """Return the same memory with a node of its own: of an operation of ours that marks a value, or waits for it."""
+    x: Any = args[0] if args else None
+    known = call.known(x) if type(x) is FakeTensor else None
+    if known is None or any(type(a) not in _PLAIN for a in (*args[1:], *(kwargs or {}).values())):
+        return _LOST
+    with no_dispatch():
+        elem = known.elem = call.fakes.elem(x) if known.elem is None else known.elem
+        made = elem.view_as(elem)
+        node = call.note((known.node, *args[1:]), kwargs or {}, call.fakes.of(made, known.device))
+        return call.made(made, known.device, known.kind, node)
+
+
 def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
     """Make a view like the first of its kind: in dims of size 1, fake tensors and "meta" choose other strides."""
     known = call.known(args[0]) if args and type(args[0]) is FakeTensor else None
@@ -268,11 +282,11 @@ def _reshape(call: _Call, args: Any, kwargs: Any) -> Any:
     key = (call.func, known.kind, tuple(args[1]))
     kind = call.owner.learned.kinds.get(key, _LOST)
     if kind is _LOST:
-        out = _long_way(call.func, args, {})
+        with contextlib.nullcontext() if call.tracer is None else outside_trace():
+            out = call.func(*args)
         seen = type(out) is FakeTensor and call.fakes.simple(out) and storage_key(out) == storage_key(x)
         kind = _kind_of(out, known.device) if seen and out.storage_offset() == x.storage_offset() else None
         call.owner.learned.keep(key, kind)
-        return out
     if kind is None:
         return _LOST
     with no_dispatch():
@@ -429,5 +443,7 @@ def _find_way(func: Any) -> _Way | None:
     if _TAGS & set(func.tags) or func in LIFTS or func._schema.is_mutable or is_implicit(func):
         return None
     if func.is_view:
-        return _view if func.namespace == "aten" else None
+        if func.namespace == "aten":
+            return _view
+        return _passed if func in MARKS or traits_of(func).passes_on else None
     return _fresh
