@@ -75,6 +75,15 @@ class Draws:
             generator.manual_seed(seed_of(key, position))
 
 
+class Pool:
+    """The memory in which all recordings of the process compute, one after the other: their results are copied out of
+    it before the next begins.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+
 def record_cuda_graph(
     gm: GraphModule, run: Callable[[list[Any]], list[Any]], inputs: list[Any], draws: Draws
 ) -> tuple[list[Any], Callable[[], None]]:
@@ -82,7 +91,8 @@ def record_cuda_graph(
     graph = torch.cuda.CUDAGraph()
     for generator in draws.generators:
         graph.register_generator_state(generator)
-    with cuda.tables_kept() as tables, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    where = torch.cuda.graph(graph, pool=the(Pool).handle, capture_error_mode="thread_local")
+    with cuda.tables_kept() as tables, where:
         out = run(inputs)
 
     def replay(alive: Any = tables) -> None:
