@@ -125,8 +125,7 @@ def test_the_graph_is_the_one_that_torch_records(which, num_ranks, monkeypatch):
         captures = [capture(step, state, batch)]
         monkeypatch.setattr(sys.modules["zerofn.capture.capture"], "Shortcut", Without)
         captures.append(capture(step, state, batch))
-    waits = str(captures[0].gm.graph).count("zerofn.wait")
-    assert num_ranks == 1 or waits >= 4
+    assert num_ranks == 1 or "zerofn.wait" in str(captures[0].gm.graph)
     ours, theirs = (program.gm for program in captures)
     assert len(ours.graph.nodes) < len(theirs.graph.nodes)  # without detaches
     for program in captures:
