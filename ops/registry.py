@@ -297,7 +297,7 @@ EXACT = frozenset((
 ))  # fmt: skip
 # What a compiler may fuse, beside elementwise operations and reductions, which torch tags as such.
 FUSIBLE = EXACT | frozenset((
-    aten._softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default,
+    aten._softmax.default, aten._safe_softmax.default, aten._softmax_backward_data.default, aten._log_softmax.default,
     aten._log_softmax_backward_data.default, aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
     aten.native_group_norm.default, aten.native_group_norm_backward.default, aten.nll_loss_forward.default,
     aten.nll_loss_backward.default, aten.gelu.default, aten.gelu_backward.default, aten.silu_backward.default,

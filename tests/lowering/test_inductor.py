@@ -57,3 +57,24 @@ def test_without_a_compiler_a_step_is_eager(monkeypatch, caplog):
     monkeypatch.setattr(inductor, "missing", lambda gm: "There is no compiler.")
     assert_same_trees(small(backend="inductor"), small())
     assert caplog.text.count("There is no compiler. Regions run operation by operation.") == 1
+
+
+def test_shapes_that_change_at_every_step_are_compiled_a_few_times(monkeypatch, caplog):
+    """As many as a step may have before it warns of its captures."""
+    seen = []
+
+    def compiled(gm):
+        seen.append(gm)
+        return regions.Region(lambda inputs: gm(*inputs), [])
+
+    monkeypatch.setattr(inductor, "compiled", compiled)
+    monkeypatch.setattr(inductor, "known", lambda gm: None)
+    module = build(2)
+    state = state_of(module, 3, optim.sgd(0.1))
+    step = zerofn.compile(train_step_of(module), backend="inductor")
+    for rows in range(1, 12):
+        state, _ = step(state, batch_of(rows=rows))
+        if rows == inductor.MANY:
+            compiled_until_then = len(seen)
+    assert len(seen) == compiled_until_then
+    assert caplog.text.count("regions were compiled for each") == 1

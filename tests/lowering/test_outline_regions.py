@@ -8,10 +8,12 @@ import torch
 from tests.support.outlined_steps import OUTLINED, trained
 from tests.support.same import assert_same_trees
 from tests.support.tiny_models import BUILDERS
+from zerofn._torch_compat import OpOverload
+from zerofn.cost.op_cost import touched_bytes
 from zerofn.graph.alias import is_view, writes
 from zerofn.graph.nested import REGION
 from zerofn.graph.phase import phase_of
-from zerofn.ops.registry import EXACT
+from zerofn.ops.registry import EXACT, FUSIBLE
 
 WAYS = {
     "alone": {},
@@ -87,3 +89,20 @@ def targets(gm):
         for x in gm.graph.nodes
         if x.op == "call_function" and not is_view(x) and x.target is not operator.getitem
     ]
+
+
+@pytest.mark.parametrize("name, least", [("llama", 0.94), ("gpt2", 0.85), ("t5", 0.85)])
+def test_most_of_the_memory_that_a_compiler_could_fuse_is_touched_in_regions(name, least):
+    _, plan, found = trained(name, passes=OUTLINED)
+    inside = sum(touched_bytes(x) for call in found for x in call.body.graph.nodes)
+    outside = sum(touched_bytes(x) for x in plan.program.gm.graph.nodes if may_be_fused(x))
+    assert inside / (inside + outside) >= least
+
+
+def may_be_fused(node):
+    """Also what writes its result to memory that is there."""
+    if not isinstance(node.target, OpOverload) or not phase_of(node):
+        return False
+    packet = node.target.overloadpacket
+    forms = {getattr(packet, x) for x in packet.overloads()}
+    return bool(forms & FUSIBLE) or any({torch.Tag.pointwise, torch.Tag.reduction} & {*x.tags} for x in forms)

@@ -10,9 +10,10 @@ from torch.fx import GraphModule, Node
 from ..graph.program import Program
 from ..passes import Pass, before
 from ..runtime.backend import Eager
+from ..runtime.capture_log import MANY
 from ..runtime.executor import Executor, Lowered
 from .outline_regions import outline_regions
-from .regions import Region, compiled, missing
+from .regions import Region, compiled, known, missing
 
 log = logging.getLogger("zerofn")
 
@@ -21,8 +22,11 @@ class Inductor(Eager):
     """`backend="inductor"`: the step runs operation by operation, except for regions, which are compiled once each.
 
     A region that does not compile runs operation by operation, and a line in the log says why. Without a compiler all
-    of them do.
+    of them do, and so do new regions of a step of many captures.
     """
+
+    def __init__(self) -> None:
+        self._num_bound = 0
 
     def passes(self, ours: list[Pass]) -> list[Pass]:
         """Return all passes, with the one that makes regions."""
@@ -37,7 +41,14 @@ class Inductor(Eager):
         reason = missing(program.gm)
         if reason:
             log.warning("compile(backend='inductor'): %s Regions run operation by operation.", reason)
-        return None if reason else _lowered
+            return None
+        self._num_bound += 1
+        if self._num_bound == MANY + 1:
+            log.warning(
+                "compile(backend='inductor'): %s was captured %d times, and regions were compiled for each. New ones "
+                "of further captures run operation by operation. If shapes change from step to step, pad batches to a "
+                "few lengths.", program.name, MANY)  # fmt: skip
+        return _lowered if self._num_bound <= MANY else known
 
 
 def _lowered(gm: GraphModule) -> Region | None:

@@ -59,15 +59,26 @@ def missing(gm: GraphModule) -> str:
 
 def compiled(gm: GraphModule) -> Region:
     """Compile a region, or return what was compiled of one of the same name. Raises what the compiler raises."""
-    name, known = gm.meta[REGION], the(Compiled).regions
-    if name not in known:
-        path = _folder() / f"{_digest(name)}.region"
-        region = _read(path)
-        if region is None:
-            with _alone(path.with_suffix(".lock")):
-                region = _read(path) or _made(gm, path)
-        known[name] = region
-    return known[name]
+    region = known(gm)
+    if region is None:
+        path = file_of(gm)
+        with _alone(path.with_suffix(".lock")):
+            region = _read(path) or _made(gm, path)
+        the(Compiled).regions[gm.meta[REGION]] = region
+    return region
+
+
+def known(gm: GraphModule) -> Region | None:
+    """Return a region that this process or another one has compiled; None for a new one."""
+    name, regions = gm.meta[REGION], the(Compiled).regions
+    if name not in regions and (region := _read(file_of(gm))) is not None:
+        regions[name] = region
+    return regions.get(name)
+
+
+def file_of(gm: GraphModule) -> Path:
+    """Return where a region's file is, or will be."""
+    return _folder() / f"{_digest(gm.meta[REGION])}.region"
 
 
 def _folder() -> Path:
