@@ -6,7 +6,8 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
-from tests.support.replayed import record
+from tests.capture import test_loop
+from tests.support.replayed import record, replayed
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import captures_of
 from zerofn import optim
@@ -242,3 +243,9 @@ def on_ranks():
 
 def test_several_ranks_run_as_without(ranks):
     assert ranks(2, on_ranks) == ["it runs on several ranks, whose transfers the host starts."] * 2
+
+
+def test_a_counter_that_a_loop_writes_to():
+    """It is cloned on the host, and counted in each microbatch."""
+    with replayed():
+        test_loop.test_batch_norms_running_values_go_from_microbatch_to_microbatch()

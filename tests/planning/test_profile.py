@@ -68,6 +68,10 @@ def test_memory_is_what_was_predicted():
 def test_a_profile_tells_times_by_unit_and_kind(tmp_path):
     _, found, _ = profiled(machine=here())
     assert "by unit" in found.text() and "predicted" in repr(found)
+    slowest = found.by_operation()
+    assert 3 < len(slowest) <= 10 and "slowest" in found.text()
+    assert [*slowest.values()] == sorted(slowest.values(), key=lambda x: -x.measured)
+    assert any(name.startswith("aten.addmm [") and name.endswith("forward") for name in found.by_operation(1000))
     took = found.by_kind()["forward"]
     assert repr(took) == f"{took.measured * 1e3:.2f} ms measured, predicted {took.predicted * 1e3:.2f} ms"
     assert repr(took._replace(predicted=None)) == f"{took.measured * 1e3:.2f} ms measured"

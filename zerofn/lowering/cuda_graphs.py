@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload
+from ..graph.alias import is_written
 from ..graph.edit import clean, copied
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import call_of, is_nested
@@ -268,9 +269,18 @@ def _why_not(program: Program, device: str) -> str:
     if len(devices) != 1 or next(iter(devices)).type != device:
         names = ", ".join(sorted(map(str, devices))) or "no device"
         return f"its state and batch lie on {names}; all must lie on one {device} device."
+    if any(x.layout != torch.strided for n in program.placeholders for x in tensors_of(n.meta.get("val"))):
+        return "its state or batch has sparse tensors."
+    for node in filter(is_written, program.placeholders):
+        if node in program.batch_placeholders or node.meta["val"].device.type != device:
+            return f"it writes to {node.name}, which is copied to memory of the recording."
     on_host = _on_host(program.gm)
     for node in program.gm.graph.nodes:
-        if node not in on_host and (reason := _unrecordable(node, on_host, inside=False)):
+        if node in on_host or node.op != "call_function":
+            continue
+        if any(x.device.type != device for x in tensors_of(node.meta.get("val"))):
+            return f"{node.name} ({node.target}) is computed in host memory."
+        if reason := _unrecordable(node, on_host, inside=False):
             return f"{node.name} ({node.target}) {reason}"
     return ""
 
@@ -316,7 +326,7 @@ def _on_host(gm: GraphModule) -> dict[Node, None]:
             continue
         given = node.all_input_nodes
         scalars = all(x in found or x.op != "call_function" and _is_scalar_of_host(x) for x in given)
-        if scalars and _is_scalar_of_host(node) and not is_draw(node.target):
+        if scalars and _is_scalar_of_host(node) and not is_draw(node.target) and not is_written(node):
             found[node] = None
     return found
 
@@ -344,7 +354,9 @@ def _split(program: Program) -> _Parts:
     kept = [None if k in on_host else x for k, x in enumerate(next(iter(reversed(device.graph.nodes))).args[0])]
     _give(device, kept)
     num_state = len(program.placeholders) - len(program.batch.names)
-    fixed = [k for k, x in enumerate(inputs[:num_state]) if (value := tensor_of(x)) is not None and value.dim()]
+    known = [tensor_of(x) for x in inputs[:num_state]]
+    written = set(filter(is_written, inputs))
+    fixed = [k for k, x in enumerate(known) if x is not None and (x.dim() or inputs[k] in written)]
     keys = [k for k, x in enumerate(inputs) if x.users and all(is_draw(u.target) and u.args[0] is x for u in x.users)]
     num_draws = sum(is_draw(x.target) for x in device.graph.nodes if x.op == "call_function")
     at = next(x.device for n in inputs if (x := tensor_of(n)) is not None and x.dim())

@@ -14,11 +14,13 @@ from torch.fx import Node
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as follow
 
+from .._torch_compat import OpOverload, tree_leaves
 from ..cost.machine import Machine
 from ..cost.op_cost import moved
 from ..cost.op_timer import forget
 from ..cost.simulator import Timeline
 from ..graph.alias import is_view
+from ..graph.nested import call_of, is_region
 from ..graph.node_kinds import casts, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program, tensor_of
@@ -90,6 +92,13 @@ class Profile:
         units = units_of(self.plan.program)
         return self._sums(lambda node: units.get(node, ""))
 
+    def by_operation(self, most: int = 10) -> dict[str, Took]:
+        """Return the time of the operations that take longest, `most` of them: equal ones on results of one shape are
+        summed. A compiled region counts as one, by what it computes.
+        """
+        sums = self._sums(operation_of)
+        return dict(sorted(sums.items(), key=lambda x: -x[1].measured)[:most])
+
     def _sums(self, key: Callable[[Node], str]) -> dict[str, Took]:
         measured: dict[str, float] = defaultdict(float)
         for node, _, seconds in self.nodes:
@@ -145,7 +154,7 @@ class Profile:
         return "\n".join(lines)
 
     def _sums_by(self) -> tuple[tuple[str, dict[str, Took]], ...]:
-        return ("by kind", self.by_kind()), ("by unit", self.by_unit())
+        return ("by kind", self.by_kind()), ("by unit", self.by_unit()), ("slowest", self.by_operation())
 
     def json(self) -> dict[str, Any]:
         """Return the whole profile as numbers: seconds and bytes."""
@@ -158,6 +167,7 @@ class Profile:
             "predicted": {"seconds": self.predicted and self.predicted.seconds, "peak": self.plan.memory().total},
             "by_kind": {k: v._asdict() for k, v in self.by_kind().items()},
             "by_unit": {k: v._asdict() for k, v in self.by_unit().items()},
+            "by_operation": {k: v._asdict() for k, v in self.by_operation().items()},
         }
 
     def trace(self, path: str | os.PathLike[str]) -> None:
@@ -256,6 +266,23 @@ def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
             most = max(most, live)
         found.append(most)
     return out, found
+
+
+def operation_of(node: Node) -> str:
+    """Return an operation's name, what it makes and its pass: "aten.mm [32, 64] forward"."""
+    call = call_of(node)
+    made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    if call is not None and is_region(call.body):
+        names = dict.fromkeys(_name(x) for x in call.body.graph.nodes if x.op == "call_function" and not is_view(x))
+        what = f"region ({', '.join([*names][:4])}{', ...' if len(names) > 4 else ''})"
+    else:
+        what = "loop" if call is not None else _name(node)
+    shape = str(list(max(made, key=lambda x: x.numel()).shape)) if made else ""
+    return " ".join(filter(None, (what, shape, phase_of(node))))
+
+
+def _name(node: Node) -> str:
+    return str(node.target).removesuffix(".default") if isinstance(node.target, OpOverload) else node.name
 
 
 def kind_of(node: Node) -> str:
