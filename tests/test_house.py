@@ -220,6 +220,7 @@ PROCESS_WIDE = {
     "zerofn.comm.current_mesh._current": ONE_THREAD,
     "zerofn.comm.current_mesh._unlike": ONE_THREAD,
     "zerofn.parallel.check_context._attended": ONE_THREAD,
+    "zerofn.parallel.context._masks": ONE_THREAD,
     "zerofn.dry_run.fake_machine._current": ONE_THREAD,
     "zerofn.dry_run.script._current": ONE_THREAD,
     "zerofn.deferred_init.record._recording": PATCH,

@@ -49,6 +49,12 @@ VARIANTS = {  # the load-balance loss is right where zerofn.moe.experts has been
     "llama4": lambda: transformers.Llama4TextConfig(
         **SMALL, intermediate_size=36, intermediate_size_mlp=36, num_local_experts=6, head_dim=4
     ),
+    "mistral": lambda: transformers.MistralConfig(
+        **{**SMALL, "num_key_value_heads": 3}, intermediate_size=36, sliding_window=9
+    ),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **SMALL, intermediate_size=36, head_dim=4, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+    ),
     "llama, tied": lambda: _with(CONFIGS["llama"](), tie_word_embeddings=True),
     "roberta": lambda: transformers.RobertaConfig(  # counts positions from its padding, tokens of which are in rows
         **{**CONFIGS["bert"]().to_dict(), "pad_token_id": 5, "is_decoder": True}
@@ -75,7 +81,7 @@ class _Torch(types.ModuleType):
 @contextlib.contextmanager
 def in_float64():
     """While this is entered, transformers' models get float64 where they ask for float32."""
-    names = "llama qwen3 mixtral qwen3_moe deepseek_v2 deepseek_v3 llama4 gpt2 t5 bert roberta"
+    names = "llama mistral gemma3 qwen3 mixtral qwen3_moe deepseek_v2 deepseek_v3 llama4 gpt2 t5 bert roberta"
     for name in names.split():
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     found = [m for n, m in sys.modules.items() if n.startswith("transformers.") and vars(m).get("torch") is torch]

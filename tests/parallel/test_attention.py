@@ -20,14 +20,14 @@ def whole(heads, groups, width, of_values, dtype=torch.float64):
     return [torch.randn(shape, generator=draw, dtype=dtype) for shape in shapes]
 
 
-def expected(q, k, v, causal):
+def expected(q, k, v, causal, window=24):
     """By the formula, a row at a time."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     rows = []
     for t in range(q.shape[2]):
-        n = t + 1 if causal else q.shape[2]
-        weights = torch.einsum("bhd,bhnd->bhn", q[:, :, t], k[:, :, :n]) * q.shape[-1] ** -0.5
-        rows.append(torch.einsum("bhn,bhne->bhe", weights.softmax(-1), v[:, :, :n]))
+        seen = slice(max(0, t + 1 - window) if causal else 0, t + 1 if causal else None)
+        weights = torch.einsum("bhd,bhnd->bhn", q[:, :, t], k[:, :, seen]) * q.shape[-1] ** -0.5
+        rows.append(torch.einsum("bhn,bhne->bhe", weights.softmax(-1), v[:, :, seen]))
     return torch.stack(rows, 2)
 
 
@@ -73,6 +73,26 @@ def test_values_and_derivatives_are_those_of_whole_sequences(ranks, num_ranks, m
                 same(a, chunks(b, part))
 
 
+def windowed(shape):
+    mesh = Mesh.make(context=-1)
+    mask = torch.ones(24, 24, dtype=torch.bool).tril().triu(-4)
+    q, k, v = (chunks(x, mesh).requires_grad_() for x in whole(*shape))
+    out = attention(q, k, v, axis=mesh.axis("context"), mask=mask[None])
+    return out.detach(), torch.autograd.grad(out.sin().sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_mask_is_of_whole_sequences(ranks, num_ranks, shape):
+    leaves = [x.requires_grad_() for x in whole(*shape)]
+    value = expected(*leaves, True, window=5)
+    grads = torch.autograd.grad(value.sin().sum(), leaves)
+    for rank, (mine, ours) in enumerate(ranks(num_ranks, windowed, shape)):
+        part = Mesh((Axis("context", num_ranks, rank),))
+        for a, b in zip((mine, *ours), (value.detach(), *grads), strict=True):
+            torch.testing.assert_close(a, chunks(b, part), rtol=1e-12, atol=1e-13)
+
+
 def per_sample(method):
     mesh = Mesh.make(context=2)
     q, k, v = (chunks(x, mesh) for x in whole(12, 12, 4, 4))
@@ -112,6 +132,10 @@ def refusals():
         ({}, x, x, "cannot share 3 heads; write method='ring'"),
         ({"method": "ring"}, x, x[:, :2], "2 heads of keys do not divide 3"),
         ({"method": "ring"}, x[:, :, :3], x[:, :, :3], "two chunks of one size"),
+        ({"method": "ring", "mask": torch.ones(8, 8) > 0}, x, x, "'ring' knows no mask; write method='ulysses'"),
+        ({"mask": torch.ones(4, 4) > 0}, x[:, :2], x[:, :2], r"\[.., 1, 8, 8\], .*got torch.bool \[4, 4\]"),
+        ({"mask": torch.ones(2, 8, 8) > 0}, x[:, :2], x[:, :2], r"got torch.bool \[2, 8, 8\]"),
+        ({"mask": torch.ones(8, 8)}, x[:, :2], x[:, :2], "mask must be booleans"),
     ]
     for options, q, k, message in bad:
         with pytest.raises(ValueError, match=message):

@@ -36,6 +36,22 @@ def test_a_model_whose_masks_hide_nothing_is_taken(caplog):
     assert not caplog.records
 
 
+def test_layers_of_windows_are_taken_but_in_a_ring(caplog):
+    windows = {
+        "local_attention": 4,
+        "pad_token_id": 0,
+        "cls_token_id": 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "sep_token_id": 2,
+        "global_attn_every_n_layers": 2,
+    }
+    context(made("ModernBertForMaskedLM", **windows), MESH)
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"cannot compute with parts .* no window of \d; write method='ulysses'"):
+        context(made("ModernBertForMaskedLM", **windows), MESH, method="ring")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -31,6 +31,8 @@ CASES = [
     pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),
     pytest.param("bert", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
     ("roberta", 2, {"context": 2}, 3, "ring"),
+    ("mistral", 3, {"context": 3}, 3, "ulysses"),
+    pytest.param("gemma3", 2, {"context": 2}, 1, "ulysses", marks=pytest.mark.whole),
     pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
     pytest.param(
         "llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses", marks=pytest.mark.whole
@@ -104,7 +106,10 @@ def refusals():
             lambda: context(transformers.LlamaForCausalLM(ODD), mesh, method="ulysses"),
             "2 ranks of 'context' cannot share the 3 heads",
         ),
-        (lambda: context(transformers.MistralForCausalLM(windowed), mesh), "Mistral.* no window of 4"),
+        (
+            lambda: context(transformers.MistralForCausalLM(windowed), mesh, method="ring"),
+            "Mistral.* no window of 4; write method='ulysses'",
+        ),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),

@@ -78,6 +78,7 @@ def attention(
     method: str = "ulysses",
     causal: bool = True,
     scale: float | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of a rank's part of each sequence to the whole sequence.
 
@@ -85,10 +86,11 @@ def attention(
     `split_sequence` cuts it, of G heads of keys and values, where G divides H. `axis`: the ranks that share sequences.
     `method`: "ulysses", two exchanges and torch's own attention, for which the ranks have to divide H; "ring", for any
     number of heads. `causal`: whether a token looks only at those before it, and itself. `scale`: of the scores, by
-    default D ** -0.5.
+    default D ** -0.5. `mask` [.., S, S] of booleans: in place of `causal`, the tokens that each token of the whole
+    sequence looks at, the same for all heads; by "ulysses" alone.
 
     -> [B, H, s, E] in the dtype of `q`. All ranks must call it. Raises `ValueError` for heads that ranks cannot share,
-    for an odd s, for an unknown method and for an axis that is not there.
+    for an odd s, for a mask of another shape or in a ring, for an unknown method and for an axis that is not there.
 
     >>> x = torch.randn(1, 2, 4, 8)
     >>> attention(x, x, x, axis="data").shape
@@ -96,14 +98,16 @@ def attention(
     """
     where = axis_of(axis)
     _check(q, k, where, method)
+    if mask is not None:
+        _check_mask(mask, where.size * q.shape[-2], method, where)
     if where.size == 1:
-        return _whole(q, k, v, causal, scale)
+        return _whole(q, k, v, causal, scale, mask)
     if method == "ring":
         return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     there, back = SequencesOfHeads(where), HeadsOfChunks(where)
     k, v = (_for_ranks(x, q.shape[-3], where.size) for x in (k, v))
     q, k, v = (Linear.apply(there, x)[0] for x in (q, k, v))
-    return Linear.apply(back, _whole(q, k, v, causal, scale))[0]
+    return Linear.apply(back, _whole(q, k, v, causal, scale, mask))[0]
 
 
 def check_method(what: str, method: str) -> None:
@@ -132,6 +136,16 @@ def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
         )
 
 
+def _check_mask(mask: Tensor, length: int, method: str, axis: Axis) -> None:
+    if method == "ring" and axis.size > 1:
+        raise ValueError("attention: method='ring' knows no mask; write method='ulysses'.")
+    if mask.dtype != torch.bool or mask.shape[-2:] != (length, length) or mask.shape[-3:-2] not in ((), (1,)):
+        raise ValueError(
+            f"attention: mask must be booleans [.., 1, {length}, {length}], for each token of whole sequences the "
+            f"tokens that it looks at, got {mask.dtype} {list(mask.shape)}."
+        )
+
+
 def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
     """Repeat heads of keys and values until ranks can share them: the first of a rank's heads is that of its queries.
 
@@ -144,9 +158,14 @@ def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
     return x.repeat_interleave(wanted // groups, -3)
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> Tensor:
+def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[-3] != k.shape[-3])
+    grouped = q.shape[-3] != k.shape[-3]
+    if mask is None:
+        return attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    if grouped:  # on devices, kernels of grouped heads know no mask
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    return attend(q, k, v, mask, scale=scale)
 
 
 class _Part(NamedTuple):

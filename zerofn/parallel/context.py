@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,22 @@ from ..collectives.maps import AllGather, CheckedSame, Linear
 from ..comm.axes import CONTEXT
 from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
+from ..util.patches import Patches, Replacement
 from .applied_once import once
 from .attention import METHODS, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
 
-_FOREIGN = ("position_bias", "s_aux", "softcap", "sliding_window")  # what other attention has, and this one has not
+_FOREIGN = ("position_bias", "s_aux", "softcap")  # what other attention has, and this one has not
+_MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that differ in their mask alone
+_masks: ContextVar[_Masks | None] = ContextVar("masks", default=None)  # of a model's call
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
+
+
+class _Masks(NamedTuple):
+    """What masks a model's call asks for. `made`: those of whole sequences."""
+
+    axis: Axis
+    made: list[Tensor]
 
 
 @checked()
@@ -36,7 +47,8 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     registered with transformers by the names "zerofn_ulysses" and "zerofn_ring", and the model is switched to one of
     them. Its forward then takes what `split_sequence` returns, and its loss is such that the mean over ranks is that of
     whole sequences. Ranks compare their rows in every step. Positions are those that the model itself counts: RoBERTa
-    and its kin begin with their padding's number + 1, and skip padding.
+    and its kin begin with their padding's number + 1, and skip padding. Layers may look at windows or chunks of tokens,
+    with "ulysses".
 
     Before, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
     outputs and gradients must be the same to 1e-6. If no small one can be made, the log says so.
@@ -90,7 +102,7 @@ def _switch(model: Any, config: Any, axis: Axis, method: str, ways: Ways) -> Non
 def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"context: {name} has an encoder and a decoder, whose sequences differ; use other axes.")
-    odd = {x for x in getattr(config, "layer_types", None) or () if x != "full_attention"}
+    odd = set(getattr(config, "layer_types", None) or ()) - _MASKED
     odd |= {type(x).__name__ for x in model.modules() if isinstance(x, nn.Conv1d | nn.RNNBase)}
     if odd:
         raise ValueError(f"context: {name} mixes tokens by {', '.join(sorted(odd))}, and only attention can be cut.")
@@ -109,16 +121,36 @@ def _register() -> None:
 
     for method in METHODS:
         AttentionInterface.register(f"zerofn_{method}", functools.partial(_attend, method))
-        AttentionMaskInterface.register(f"zerofn_{method}", _no_mask)
+        AttentionMaskInterface.register(f"zerofn_{method}", functools.partial(_mask, method))
 
 
-def _no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **_: Any) -> Tensor | None:
-    """What transformers asks for a mask: attention knows by itself what is before a token. A mask that the model makes
-    goes to attention, which refuses it unless it hides nothing.
+def _mask(
+    method: str,
+    *,
+    q_length: int,
+    mask_function: Callable[..., Tensor],
+    device: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **_: Any,
+) -> Tensor | None:
+    """What transformers asks for a mask: attention knows by itself what is before a token. Of layers that look at a
+    window, it is the mask of whole sequences. A mask that the model makes goes to attention, which refuses it unless it
+    hides nothing.
     """
-    if local_size is not None:
-        raise ValueError(f"attention over a cut sequence looks at all tokens before one, and no window of {local_size}")
-    return attention_mask
+    call = _masks.get()
+    if local_size is None or call is None:
+        return attention_mask
+    if method == "ring" and call.axis.size > 1:
+        raise ValueError(
+            f"attention over a cut sequence looks at all tokens before one, and no window of {local_size}; write "
+            "method='ulysses'"
+        )
+    place = torch.arange(q_length * call.axis.size, device=device)
+    first = place.new_zeros(1, 1, 1, 1)  # of all rows and heads
+    found = mask_function(first, first, place[:, None][None, None], place[None, None, None])
+    call.made.append(found)
+    return found
 
 
 def _attend(
@@ -142,13 +174,40 @@ def _attend(
             f"attention over a cut sequence does not know {what}, which {name} asks for; set it to nothing in the "
             "model's config."
         )
-    if attention_mask is not None and not module.zerofn_ways.makes_masks:
+    call = _masks.get()
+    mask = attention_mask if call is not None and any(attention_mask is x for x in call.made) else None
+    if mask is None and more.get("sliding_window") is not None:
+        raise ValueError(
+            f"attention over a cut sequence was asked by {name} for a window, and was given no mask of it."
+        )
+    if attention_mask is not None and mask is None and not module.zerofn_ways.makes_masks:
         raise ForeignMask(f"attention over a cut sequence knows no mask, and {name} is given one that its model makes.")
     note_attention()
     if is_causal is None:  # a mask that hides nothing is that of an encoder
         is_causal = getattr(module, "is_causal", attention_mask is None)
-    out = attention(query, key, value, axis=module.zerofn_axis, method=method, causal=is_causal, scale=scaling)
+    out = attention(
+        query, key, value, axis=module.zerofn_axis, method=method, causal=is_causal, scale=scaling, mask=mask
+    )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _unpacked(find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+    """Return what says which tokens are of one row: all that a rank has, though their positions are of two chunks."""
+
+    @functools.wraps(find)
+    def found(position_ids: Tensor) -> Tensor | None:
+        return find(position_ids) if _masks.get() is None else None
+
+    return found
+
+
+def _replacements() -> Iterator[Replacement]:
+    from transformers import masking_utils
+
+    yield masking_utils, "find_packed_sequence_indices", _unpacked
+
+
+_one_row = Patches(_replacements)
 
 
 def _of_parts(
@@ -184,7 +243,7 @@ def _of_parts(
                 places = _counted_places(inputs["input_ids"], places, ways.padding, axis)
             inputs["position_ids"] = places
         if inputs.get("labels") is None:
-            return forward(*args, **inputs)
+            return _run(forward, axis, *args, **inputs)
         inputs |= _counted(model, inputs, items_per_row, axis)
         asked: list[bool] = []
         loss_function = model.loss_function
@@ -195,7 +254,7 @@ def _of_parts(
 
         model.loss_function = noted
         try:
-            out = forward(*args, **inputs)
+            out = _run(forward, axis, *args, **inputs)
         finally:
             model.loss_function = loss_function
         if asked != [True]:
@@ -207,6 +266,15 @@ def _of_parts(
         return out
 
     return run
+
+
+def _run(forward: Callable[..., Any], axis: Axis, /, *args: Any, **inputs: Any) -> Any:
+    token = _masks.set(_Masks(axis, []))
+    try:
+        with _one_row:
+            return forward(*args, **inputs)
+    finally:
+        _masks.reset(token)
 
 
 def _counted_places(ids: Tensor, places: Tensor, padding: int, axis: Axis) -> Tensor:
