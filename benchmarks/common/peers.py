@@ -87,13 +87,17 @@ def shard_layers(work: Workload, model: torch.nn.Module, mesh: Any, **how: Any) 
     fully_shard(model, mesh=mesh)
 
 
-def fsdp2(reshard: bool) -> Callable[[Workload, int, int], Row]:
-    """With `reshard_after_forward` of the layers, which is true by default; the root keeps its own until it ends."""
+def fsdp2(reshard: bool, compiled: bool = False) -> Callable[[Workload, int, int], Row]:
+    """With `reshard_after_forward` of the layers, which is true by default; the root keeps its own until it ends.
+    `compiled`: layer by layer, before they are wrapped, as torchtitan does.
+    """
 
     def build(work: Workload, rank: int, world: int) -> Row:
         from torch.distributed.device_mesh import init_device_mesh
 
         model = work.build()
+        for layer in work.blocks(model) if compiled else ():
+            layer.compile()
         shard_layers(work, model, init_device_mesh("cpu", (world,)), reshard_after_forward=reshard)
         optimizer = adamw(model.parameters())
         return Row(train_once(model, optimizer), lambda: state_of(model, optimizer))
@@ -150,6 +154,7 @@ PEERS: dict[str, Callable[[Workload, int, int], Row]] = {
     "DDP": ddp,
     "ZeroRedundancyOptimizer": zero_redundancy,
     "FSDP2": fsdp2(True),
+    "FSDP2, compiled": fsdp2(True, compiled=True),
     "FairScale": fairscale,
     "DeepSpeed 1": deepspeed(1),
     "DeepSpeed 2": deepspeed(2),

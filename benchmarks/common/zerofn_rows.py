@@ -50,7 +50,7 @@ class Compiled:
     """A sharded state and its compiled step: `compiled(tokens)` trains once, returns the loss."""
 
     def __init__(self, work: Workload, stage: int, num_microbatches: int = 1, **how: Any) -> None:
-        """`how`: what `zerofn.compile` is told of memory."""
+        """`how`: what else `zerofn.compile` is told."""
         import zerofn
 
         init_state, step = train_step(work, num_microbatches)
@@ -67,15 +67,18 @@ class Compiled:
         return measure.reachable_tensors(self.state)
 
 
-def zerofn_row(stage: int, num_microbatches: int = 1) -> Callable[[Workload, int, int], Row]:
+def zerofn_row(stage: int, num_microbatches: int = 1, **how: Any) -> Callable[[Workload, int, int], Row]:
     def build(work: Workload, rank: int, world: int) -> Row:
-        compiled = Compiled(work, stage, num_microbatches)
+        compiled = Compiled(work, stage, num_microbatches, **how)
         return Row(compiled, compiled.state_tensors)
 
     return build
 
 
-ROWS: dict[str, Callable[[Workload, int, int], Row]] = {f"ZeroFn {k}": zerofn_row(k) for k in range(4)}
+ROWS: dict[str, Callable[[Workload, int, int], Row]] = {
+    **{f"ZeroFn {k}": zerofn_row(k) for k in range(4)},
+    "ZeroFn 3, compiled": zerofn_row(3, backend="inductor"),
+}
 # The batch in microbatches: for what they send, which grows with their number, by stage.
 ACCUMULATING: dict[str, Callable[[Workload, int, int], Row]] = {
     f"ZeroFn {k} of {NUM_MICROBATCHES} microbatches": zerofn_row(k, NUM_MICROBATCHES) for k in (1, 2, 3)
