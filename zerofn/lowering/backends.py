@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..runtime.backend import Backend, Eager
+from .auto import Auto
 from .cuda_graphs import Graphs
 from .inductor import Inductor
 
 _NAMED: dict[str, Callable[[], Backend]] = {
     "eager": Eager,
     "inductor": Inductor,
+    "auto": Auto,
     "graphs": lambda: Graphs(Eager()),
     "inductor+graphs": lambda: Graphs(Inductor()),
 }

@@ -1,0 +1,143 @@
+"""`backend="auto"`: eager first, and compiled where the steps to come gain more than compiling takes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from ..cost.simulator import Cost, roofline, usual_for
+from ..graph.liveness import complete_values
+from ..graph.nested import REGION, calls, is_region
+from ..graph.program import Program
+from ..job.agreement import rank_and_size
+from ..job.failures import store_of_job
+from ..runtime.executor import Executor
+from ..util.process import the
+from .aside import done_file, start
+from .inductor import Inductor
+from .regions import known, missing
+
+log = logging.getLogger("zerofn")
+FIRST = 50  # steps before the decision: a short run never compiles
+EVERY = 10  # steps between two looks at what the other process and the other ranks have done
+STEPS = 1000  # that are assumed to come
+SECONDS = 2.0  # to compile a region
+
+
+class Numbers:
+    """Numbers of this process's steps with this backend. Ranks make the same steps in the same order."""
+
+    def __init__(self) -> None:
+        self.next = itertools.count().__next__
+
+
+class Auto(Inductor):
+    """`backend="auto"`: the step runs operation by operation for 50 calls. If 1,000 more would then gain more time
+    than compiling takes, by the plan's rates, its regions are compiled in a process of their own, one on each host, and
+    all ranks take them at the same call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._key = f"regions {the(Numbers).next()}"
+        self._runners: weakref.WeakSet[_Runner] = weakref.WeakSet()
+        self._calls, self._at = 0, -1  # the call at which regions are taken, once it is known
+        self._waits_for: list[GraphModule] = []
+        self._ready = False
+
+    def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
+        """Return an executor of the graph, which takes regions when they are there. `tick`: see `Executor`."""
+        runner = _Runner(self, program, tick)
+        self._runners.add(runner)
+        return runner
+
+    @property
+    def taken(self) -> bool:
+        """Whether the calls have come to where regions are taken."""
+        return 0 <= self._at <= self._calls
+
+    def count(self, program: Program) -> None:
+        """Count a call of the step. `program`: the one that runs."""
+        self._calls += 1
+        if self._calls == FIRST:
+            self._decide(program)
+        if self._calls >= FIRST and self._at < 0 and self._calls % EVERY == 0:
+            self._look()
+        if self.taken:
+            for runner in [x for x in self._runners if not x.taken]:
+                runner.take()
+
+    def _decide(self, program: Program) -> None:
+        saved, regions = _saved(program.gm, roofline(usual_for(program.gm))), _unique(program.gm)
+        if not regions or saved * STEPS < SECONDS * len(regions) or missing(program.gm):
+            return
+        self._waits_for = regions
+        if not done_file(regions).exists() and os.environ.get("LOCAL_RANK", "0") == "0":
+            start(regions)
+
+    def _look(self) -> None:
+        """See whether all ranks have their regions. The first then says at which call they are taken."""
+        rank, size = rank_and_size()
+        store = store_of_job() if size > 1 else None
+        if not self._ready and (not self._waits_for or done_file(self._waits_for).exists()):
+            self._ready = True
+            if store is not None:
+                store.set(f"{self._key} of {rank}", "ready" if self._waits_for else "none")
+        if store is None:
+            self._at = self._calls if self._ready and self._waits_for else -1
+        elif rank == 0 and self._ready:
+            found = [store.get(f"{self._key} of {k}") for k in range(size)]
+            if all(found) and "ready" in found:
+                self._at = self._calls + 2 * EVERY  # each rank looks once until then
+                store.set(self._key, str(self._at))
+        elif rank != 0 and (at := store.get(self._key)) is not None:
+            self._at = int(at)
+
+
+class _Runner(Executor):
+    """Runs a graph operation by operation until it takes its compiled regions."""
+
+    def __init__(self, backend: Auto, program: Program, tick: Callable[[Node | None], None] | None) -> None:
+        super().__init__(program.gm, tick)
+        self._backend, self._program, self._tick = backend, program, tick
+        self.taken = False
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Run the step, and return its outputs in the graph's order."""
+        self._backend.count(self._program)
+        return super().run(inputs)
+
+    def take(self) -> None:
+        """Run compiled what is compiled, from here on."""
+        log.info("%s runs its regions compiled from here on.", self._program.name)
+        self.taken = True
+        super().__init__(self._program.gm, self._tick, known)
+
+
+def _regions(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, int]]:
+    """Yield the nodes that call regions, in bodies too, with their regions and how often they run."""
+    for node, call in calls(gm):
+        if is_region(call.body):
+            yield node, call.body, 1
+        else:
+            yield from ((x, body, times * call.rounds) for x, body, times in _regions(call.body))
+
+
+def _unique(gm: GraphModule) -> list[GraphModule]:
+    return list({body.meta[REGION]: body for _, body, _ in _regions(gm)}.values())
+
+
+def _saved(gm: GraphModule, cost: Cost) -> float:
+    """Return the seconds by which a step is faster with its regions compiled."""
+    complete_values(gm.graph)
+    saved = 0.0
+    for node, body, times in _regions(gm):
+        complete_values(body.graph)
+        saved += times * (sum(cost(x) for x in body.graph.nodes if x.op == "call_function") - cost(node))
+    return saved
