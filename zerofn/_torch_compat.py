@@ -433,11 +433,11 @@ def compiler_cache() -> str:
 
 
 def compiler_state() -> str:
-    """Return what Inductor's results depend on beside the graph: versions, settings, instructions, threads."""
+    """Return what Inductor's results depend on beside the graph and torch's threads: versions, settings, devices."""
     import torch._inductor.config as inductor_config
 
     devices = [torch.cuda.get_device_properties(k).name for k in range(torch.cuda.device_count())]
-    cpu = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    cpu = torch.backends.cpu.get_cpu_capability()
     settings = sorted((k, repr(x)) for k, x in inductor_config.save_config_portable().items())
     return f"{torch.__version__} {torch.version.git_version} {devices} {cpu} {settings}"
 

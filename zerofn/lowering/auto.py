@@ -28,6 +28,7 @@ FIRST = 50  # steps before the decision: a short run never compiles
 EVERY = 10  # steps between two looks at what the other process and the other ranks have done
 STEPS = 1000  # that are assumed to come
 SECONDS = 2.0  # to compile a region
+NEVER = 0  # no call
 
 
 class Numbers:
@@ -47,7 +48,8 @@ class Auto(Inductor):
         super().__init__()
         self._key = f"regions {the(Numbers).next()}"
         self._runners: weakref.WeakSet[_Runner] = weakref.WeakSet()
-        self._calls, self._at = 0, -1  # the call at which regions are taken, once it is known
+        self._calls = 0
+        self._at: int | None = None  # the call at which regions are taken, or NEVER, once it is known
         self._waits_for: list[GraphModule] = []
         self._ready = False
 
@@ -60,14 +62,14 @@ class Auto(Inductor):
     @property
     def taken(self) -> bool:
         """Whether the calls have come to where regions are taken."""
-        return 0 <= self._at <= self._calls
+        return self._at is not None and NEVER < self._at <= self._calls
 
     def count(self, program: Program) -> None:
         """Count a call of the step. `program`: the one that runs."""
         self._calls += 1
         if self._calls == FIRST:
             self._decide(program)
-        if self._calls >= FIRST and self._at < 0 and self._calls % EVERY == 0:
+        if self._calls >= FIRST and self._at is None and self._calls % EVERY == 0:
             self._look()
         if self.taken:
             for runner in [x for x in self._runners if not x.taken]:
@@ -90,11 +92,11 @@ class Auto(Inductor):
             if store is not None:
                 store.set(f"{self._key} of {rank}", "ready" if self._waits_for else "none")
         if store is None:
-            self._at = self._calls if self._ready and self._waits_for else -1
+            self._at = (self._calls if self._waits_for else NEVER) if self._ready else None
         elif rank == 0 and self._ready:
             found = [store.get(f"{self._key} of {k}") for k in range(size)]
-            if all(found) and "ready" in found:
-                self._at = self._calls + 2 * EVERY  # each rank looks once until then
+            if all(found):
+                self._at = self._calls + 2 * EVERY if "ready" in found else NEVER  # each rank looks once until then
                 store.set(self._key, str(self._at))
         elif rank != 0 and (at := store.get(self._key)) is not None:
             self._at = int(at)

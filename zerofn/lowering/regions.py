@@ -88,7 +88,7 @@ def _folder() -> Path:
 
 
 def _digest(name: str) -> str:
-    return hashlib.sha256(f"{name} {OPTIONS} {_state()}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{name} {OPTIONS} {_state()} {torch.get_num_threads()}".encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -122,8 +122,9 @@ def _made(gm: GraphModule, path: Path) -> Region:
     shared = _shared(run, given)
     if content:
         fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_bytes(pickle.dumps((shared, content)))
-        os.replace(fresh, path)
+        with contextlib.suppress(OSError):  # without room on the disk it is compiled again next time
+            fresh.write_bytes(pickle.dumps((shared, content)))
+            os.replace(fresh, path)
     return Region(run, shared)
 
 
