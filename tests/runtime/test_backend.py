@@ -9,7 +9,8 @@ from torch.fx import Interpreter
 import zerofn
 from tests.support.small_steps import batch_of, build, captures_of, state_of, train_step_of
 from zerofn import Offload, optim, tree
-from zerofn.runtime.backend import Backend, Eager, Runner, backend_of
+from zerofn.lowering.backends import backend_of
+from zerofn.runtime.backend import Backend, Eager, Runner
 from zerofn.runtime.executor import Executor
 
 MODULE = build(4)
@@ -160,7 +161,7 @@ def test_a_bind_that_fails_is_tried_again():
 
 
 def test_backends_that_are_refused():
-    with pytest.raises(ValueError, match="backend='fast' is not known; write 'eager', or pass a Backend"):
+    with pytest.raises(ValueError, match="backend='fast' is not known; write 'eager', .*, or pass a Backend"):
         zerofn.compile(train_step_of(MODULE), backend="fast")
     for wrong in (3, Interpreted, None):
         with pytest.raises(TypeError, match=r"is not a backend; pass 'eager', or an instance with bind\(program\)"):
