@@ -33,7 +33,7 @@ from .kernel_args import (
     rates_of,
 )
 
-_VERSION = 2  # ZF_VERSION of the C interface
+_VERSION = 3  # ZF_VERSION of the C interface
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
@@ -76,6 +76,7 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "join": ([_P, _P, _P, _N], None),
     "encode": ([_P, _P, _P, _N, _I], None),
     "decode": ([_P, _P, _P, _N, _I], None),
+    "sum_bf16": ([ctypes.POINTER(_P), _N, _P, _N, _N], None),
     "norm2_and_extreme": ([_P, _I, _N, _P], None),
     "checksum": ([_P, _N], ctypes.c_uint64),
 }
@@ -317,6 +318,20 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = Non
     else:
         _elementwise("decode", x.numel(), (codes, 1), (scales, 4 / BLOCK), (x, 4), last=int(signed))
     return x
+
+
+def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of bfloat16 rows [n] each, added in their order in fp32, to `out`, fp32 [n], in one pass."""
+    check_tensor("sum_bf16: out", out, (torch.float32,))
+    for x in rows:
+        check_tensor("sum_bf16: a row", x, (torch.bfloat16,), out.numel())
+    if not rows:
+        raise ValueError("sum_bf16: there are no rows.")
+    if missing():
+        reference.sum_bf16(rows, out)
+        return
+    function, addresses = _kernel("sum_bf16"), (_P * len(rows))(*[x.data_ptr() for x in rows])
+    _in_parts(out.numel(), lambda at, end: function(addresses, len(rows), out.data_ptr(), at, min(end, out.numel())))
 
 
 def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:

@@ -45,6 +45,14 @@ def split(p: Tensor, out: Sequence[Tensor]) -> None:
     out[1].copy_(_short(torch.where(nan, 0, bits)))
 
 
+def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
+    """The sum of bfloat16 rows, in order. In pieces, as torch casts an operand as a whole."""
+    for total, *parts in zip(*(x.split(1 << 16) for x in (out, *rows)), strict=True):
+        total.copy_(parts[0])
+        for x in parts[1:]:
+            total.add_(x)
+
+
 def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     """bfloat16 and int16 -> fp32."""
     out.copy_(floats_of((hi.view(torch.int16).long() << 16) + lo.long()))

@@ -49,11 +49,14 @@ def test_numbers_that_are_none_arrive():
     assert torch.equal(rounded(x, "bf16").view(torch.int32), x.bfloat16().float().view(torch.int32))
 
 
-def test_sums_are_in_float32():
-    total, coded = torch.randn(2**16 + 3), torch.randn(2**16 + 3).bfloat16()
-    want = total + coded.float()
-    BF16.add_(total, coded)
-    assert torch.equal(total, want)
+@pytest.mark.parametrize("num_rows", [1, 2, 3])
+def test_sums_are_in_float32_and_in_order(num_rows):
+    rows = [torch.randn(2**16 + 3).mul(100.0**k).bfloat16() for k in range(num_rows)]
+    want, out = rows[0].float(), torch.full((2**16 + 3,), -1.0)
+    for row in rows[1:]:
+        want = want + row.float()
+    BF16.sum_(out, rows)
+    assert torch.equal(out, want)
 
 
 def test_bytes():

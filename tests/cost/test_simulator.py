@@ -53,19 +53,20 @@ def test_what_is_sent_meanwhile_takes_no_time(waits_late, seconds, waited):
 
 
 @pytest.mark.parametrize(
-    ("what", "elements", "encoded", "sent", "decoded"),
+    ("what", "elements", "encoded", "sent", "decoded", "device"),
     [
-        ("all_gather", SIZE, 40 + 20, 20, 2 * (40 + 20)),
-        ("all_gather_into_", 2 * SIZE, 40 + 20, 20, 2 * (40 + 20)),
-        ("reduce_scatter", 2 * SIZE, 2 * (40 + 20), 20, 2 * 20 + 40 + 2 * 40),  # the second row is added to the first
+        ("all_gather", SIZE, 40 + 20, 20, 2 * (40 + 20), "cpu"),
+        ("all_gather_into_", 2 * SIZE, 40 + 20, 20, 2 * (40 + 20), "cpu"),
+        ("reduce_scatter", 2 * SIZE, 2 * (40 + 20), 20, 2 * 20 + 40, "cpu"),  # in one pass
+        ("reduce_scatter", 2 * SIZE, 2 * (40 + 20), 20, 2 * 20 + 40 + 2 * 40, "meta"),  # the second row is added
     ],
 )
-def test_a_codec_takes_the_time_of_its_bytes(what, elements, encoded, sent, decoded):
+def test_a_codec_takes_the_time_of_its_bytes(what, elements, encoded, sent, decoded, device):
     graph = Graph()
     x, rank = graph.placeholder("x"), [0] * (what == "all_gather_into_")
-    x.meta["val"] = torch.zeros(elements)
+    x.meta["val"] = torch.zeros(elements, device=device)
     start = graph.call_function(getattr(ops, what).default, (x, *rank, 2, "g", "unit", "bf16"))
-    start.meta["val"] = None if rank else torch.zeros(2 * SIZE if what == "all_gather" else SIZE)
+    start.meta["val"] = None if rank else torch.zeros(2 * SIZE if what == "all_gather" else SIZE, device=device)
     wait = graph.call_function(ops.wait.default, (x if rank else start,))
     wait.meta["val"] = (x if rank else start).meta["val"]
     graph.output([wait])

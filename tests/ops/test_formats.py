@@ -51,6 +51,42 @@ def test_split_equals_torchs_operations(isa):
     assert cases.same_bits(cpu.join(*expected), whole) and cases.same_bits(whole, x)
 
 
+# --- sums of bfloat16 --------------------------------------------------------------------------
+
+
+@each_isa
+@pytest.mark.parametrize("size", [0, 1, 31, 5003, 3 * (1 << 16) + 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_sums_of_bfloat16_are_those_of_fp32_in_order(num_rows, size, isa):
+    rows = [cases.wild(size, k).bfloat16() for k in range(num_rows)]
+    for k, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        rows[0][k::50], rows[-1][2 * k :: 70] = value, -value
+    want = rows[0].float()
+    for row in rows[1:]:
+        want = want + row.float()
+    out, plain = torch.full((size + 8,), -1.0), torch.empty(size)
+    cpu.sum_bf16(rows, out[:size])
+    reference.sum_bf16(rows, plain)
+    assert torch.equal(out[:size].nan_to_num(0.5), want.nan_to_num(0.5)) and torch.equal(
+        out[:size].isnan(), want.isnan()
+    )
+    assert torch.equal(plain.nan_to_num(0.5), want.nan_to_num(0.5)) and (out[size:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    "rows, out, why",
+    [
+        ([], torch.ones(3), "there are no rows"),
+        ([torch.ones(2).bfloat16()], torch.ones(3), "a row must have 3 elements"),
+        ([torch.ones(3)], torch.ones(3), "a row must be torch.bfloat16"),
+        ([torch.ones(6).bfloat16()[::2]], torch.ones(3), "must be contiguous"),
+    ],
+)
+def test_rows_that_cannot_be_summed(rows, out, why):
+    with pytest.raises((TypeError, ValueError), match=why):
+        cpu.sum_bf16(rows, out)
+
+
 # --- 8-bit blocks ------------------------------------------------------------------------------
 
 

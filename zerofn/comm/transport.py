@@ -202,9 +202,7 @@ def _summed(rows: Tensor, group: str, codec: str) -> Tensor:
 
     def finish() -> None:
         if how is not None:
-            out.copy_(found[0])
-            for row in found[1:]:
-                how.add_(out, row)
+            how.sum_(out, found)
             return
         torch.add(found[0], found[1], out=out)
         for row in found[2:]:

@@ -10,15 +10,16 @@ they have received.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..ops import cpu
 from ..ops.registry import OnShard, Traits, define
 
 SMALL = 4096  # elements that are encoded or decoded in place through a copy
-_PIECE = 1 << 16  # elements that are added at a time: torch's CPU operations cast an operand as a whole beforehand
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,14 @@ class WireCodec:
             start = stop
         whole[start:].copy_(coded[start:].clone())
 
-    def add_(self, total: Tensor, coded: Tensor) -> None:
-        """Add encoded elements to a float32 sum."""
-        piece = _PIECE if total.device.type == "cpu" else max(1, len(total))
-        for a, b in zip(total.split(piece), coded.split(piece), strict=True):
-            a.add_(b)
+    def sum_(self, out: Tensor, rows: Sequence[Tensor]) -> None:
+        """Write the sum of encoded rows, added in their order, to a float32 tensor."""
+        if out.device.type == "cpu" and self.dtype is torch.bfloat16:
+            cpu.sum_bf16(rows, out)
+            return
+        out.copy_(rows[0])
+        for row in rows[1:]:
+            out.add_(row)
 
     def nbytes(self, size: int) -> int:
         """Return the bytes of `size` encoded elements."""
