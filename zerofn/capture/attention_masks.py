@@ -63,11 +63,38 @@ class Shape(NamedTuple):
 
 
 class _Mask(NamedTuple):
-    """A mask: the pairs of `shape` without those that `keys` [B, 1, 1, Lk] hide. `rows`: it hides others, too."""
+    """A mask: the pairs of `shape` without those that `keys` [B, 1, 1, Lk] hide. `rows`: it hides others, too. `made`:
+    the tensors that stand for it in a trace, made for its first layer.
+    """
 
     shape: Shape
+    made: dict[torch.dtype, Tensor]
     keys: tuple[Node, ...] = ()
     rows: bool = False
+
+    def least(self, mask: Tensor) -> Tensor:
+        """Return the mask, or a smaller one in its place."""
+
+        def make() -> Tensor:
+            if self.keys:
+                return functools.reduce(torch.logical_and, map(_tensor, self.keys))
+            several = not self.rows and mask.dim() == 4 and mask.shape[:2] != (1, 1)
+            return mask.narrow(0, 0, 1).narrow(1, 0, 1) if several else mask
+
+        return self._once(torch.bool, make)
+
+    def added(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return it as torch adds it to scores of a dtype."""
+        least = self.least(mask)
+        if least.dtype != torch.bool:
+            return least
+        return self._once(dtype, lambda: torch.where(least, 0.0, float("-inf")).to(dtype))
+
+    def _once(self, key: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        made = self.made[key] if key in self.made else make()
+        if type(made) is FakeTensor:  # no transform of functions has wrapped it
+            self.made[key] = made
+        return made
 
 
 def shape_of(mask: Tensor) -> Shape | None:
@@ -126,7 +153,7 @@ def _look(values: Values, node: Node) -> _Mask | None:
     value = values.of(node)
     if value is not None:
         shape = shape_of(_spread(value, sizes))
-        return None if shape is None else _Mask(shape)
+        return None if shape is None else _Mask(shape, {})
     factors = _factors(node)
     known = [x for x in map(values.of, factors) if x is not None]
     rest = [x for x in factors if values.of(x) is None]
@@ -136,8 +163,8 @@ def _look(values: Values, node: Node) -> _Mask | None:
     if shape is None:
         return None
     if shape.full and all(x.meta["val"].dim() == 4 and x.meta["val"].shape[2:] == (1, sizes[1]) for x in rest):
-        return _Mask(shape, tuple(rest))
-    return _Mask(shape, rows=True) if shape.triangle else None
+        return _Mask(shape, {}, tuple(rest))
+    return _Mask(shape, {}, rows=True) if shape.triangle else None
 
 
 def _factors(node: Node) -> list[Node]:
@@ -186,29 +213,24 @@ class _Attention(NamedTuple):
 
     def masked(self, mask: Tensor, found: _Mask) -> Tensor:
         """Attention with a mask of which something is known."""
-        shape = found.shape
-        if not found.keys and not found.rows:
-            if shape.full:
-                return self.without_mask(mask, shape.triangle)
-            mask = mask.narrow(0, 0, 1).narrow(1, 0, 1) if mask.dim() == 4 and mask.shape[:2] != (1, 1) else mask
-        keys = functools.reduce(torch.logical_and, map(_tensor, found.keys)) if found.keys else None
-        if shape.triangle:
-            return self._beside_triangle(mask, keys, found)
-        return self.plainly(mask if keys is None else keys)
+        if found.shape.full and not found.keys and not found.rows:
+            return self.without_mask(mask, found.shape.triangle)
+        return self._beside_triangle(mask, found) if found.shape.triangle else self.plainly(found.least(mask))
 
-    def _beside_triangle(self, mask: Tensor, keys: Tensor | None, found: _Mask) -> Tensor:
-        """Attention to the tokens before one that a mask allows: those of `keys`, if they are known. torch's own
-        function takes no mask beside a triangle, and its kernels do.
+    def _beside_triangle(self, mask: Tensor, found: _Mask) -> Tensor:
+        """Attention to the tokens before one that a mask allows. torch's own function takes no mask beside a triangle,
+        and its kernels do.
         """
         if self.q.device.type == "cpu" and self._fused(mask, False):
-            given = {"attn_mask": _added(mask if keys is None else keys, self.q), "scale": self.scale}
+            given = {"attn_mask": found.added(mask, self.q.dtype), "scale": self.scale}
             fused = aten._scaled_dot_product_flash_attention_for_cpu
             return fused(self.q, self.k, self.v, self.dropout_p, True, **given)[0]
-        if self.q.device.type == "cuda" and self.q.dim() == 4 and not self.enable_gqa:
-            out = self._windowed(found.shape.window) if keys is None and not found.rows else self._of_keys(keys)
-            if out is not None:
-                return out
-        return self.plainly(mask)
+        out = None
+        if self.q.device.type == "cuda" and self.q.dim() == 4 and not (self.enable_gqa or found.rows):
+            out = self._of_keys(found.added(mask, self.q.dtype)) if found.keys else self._windowed(found.shape.window)
+        if out is None:
+            return self.plainly(mask if found.keys else found.least(mask))
+        return out
 
     def _windowed(self, size: int) -> Tensor | None:
         """Attention by CUDA's flash kernel, which knows windows; None where it cannot."""
@@ -220,14 +242,12 @@ class _Attention(NamedTuple):
         given = *rows, None, None, rows[0].shape[1], rows[1].shape[1], 0.0, True, False
         return aten._flash_attention_forward(*given, scale=self.scale, **window)[0].transpose(1, 2)
 
-    def _of_keys(self, keys: Tensor | None) -> Tensor | None:
+    def _of_keys(self, bias: Tensor) -> Tensor | None:
         """Attention by CUDA's memory-efficient kernel, which takes a triangle and a bias, here one of a row of numbers
         for all queries; None where it cannot.
         """
-        if keys is None:
-            return None
-        num_keys = keys.shape[-1]
-        bias = torch.nn.functional.pad(_added(keys, self.q), (0, -num_keys % _ALIGNED)).narrow(-1, 0, num_keys)
+        num_keys = bias.shape[-1]
+        bias = torch.nn.functional.pad(bias, (0, -num_keys % _ALIGNED)).narrow(-1, 0, num_keys)
         bias = bias.expand(*self.q.shape[:3], -1)
         params = torch.backends.cuda.SDPAParams(self.q, self.k, self.v, bias, 0.0, True, False)
         if not torch.backends.cuda.can_use_efficient_attention(params):
@@ -251,11 +271,6 @@ def _memoryless(x: Tensor) -> Tensor:
     last = x.stride(-1)
     row = torch.empty(1 + max(0, x.shape[-1] - 1) * last, dtype=x.dtype)
     return row.as_strided(x.shape, [0] * (x.dim() - 1) + [last]).requires_grad_(x.requires_grad)
-
-
-def _added(mask: Tensor, like: Tensor) -> Tensor:
-    """Return a mask as torch adds it to scores."""
-    return mask if mask.dtype != torch.bool else torch.where(mask, 0.0, float("-inf")).to(like.dtype)
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -24,7 +24,7 @@ def share_masks(gm: GraphModule, context: Context) -> None:
     layer. A segment under `torch.utils.checkpoint` would make them again; one mask is less than those of two segments.
     """
     masks = [x for node in gm.graph.nodes for x in _masks_of(node)]
-    if len(masks) > 1:
+    if len(set(masks)) > 1:
         merge_equal(_only_masks(gm.graph, masks))
         clean(gm)
 
