@@ -8,6 +8,8 @@ import zerofn
 from tests.support.outlined_steps import trained
 from tests.support.same import assert_same_trees
 
+pytestmark = pytest.mark.slow  # Inductor compiles
+
 # Losses are about 3; rows of bfloat16 have 8 bits.
 NEAR = {None: 2e-6, "bf16": 2e-3}
 WAYS = {

@@ -10,6 +10,8 @@ from zerofn import optim
 from zerofn.lowering import inductor, regions
 from zerofn.util.process import instead
 
+pytestmark = pytest.mark.slow  # Inductor compiles
+
 NEAR = 1e-6
 
 

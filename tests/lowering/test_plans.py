@@ -18,6 +18,8 @@ from zerofn.graph.resident import resident
 from zerofn.lowering import inductor, regions
 from zerofn.runtime import executor
 
+pytestmark = pytest.mark.slow  # Inductor compiles
+
 aten, CALLABLE = torch.ops.aten, executor.callable_of
 NBYTES = 4 * 4 * 4
 SLOW = zerofn.Machine("slow", "cpu", 1, 1e9, 1e3, {"float32": 1e3}, link=1.0, network=1.0, launch=1e-3, latency=0.0)
