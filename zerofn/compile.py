@@ -93,8 +93,8 @@ def compile(
     transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
 
     `backend`: "eager" runs operation by operation; "inductor" compiles what lies between products and transfers, equal
-    to rounding and alike at all stages; "auto" does so once that pays. An instance with `bind(program) -> Runner` runs
-    the graph its own way (`zerofn.runtime.backend`). `passes`: of your own, `[zerofn.Pass(mine)]`, which run before
+    to rounding and alike at all stages; "auto" does so once that pays; "graphs": see docs/fast.md. An instance with
+    `bind(program) -> Runner` runs the graph its own way. `passes`: of your own, `[zerofn.Pass(mine)]`, which run before
     "donate"; or a function from the list of all to the list to run (`zerofn.passes.before`). Each added pass is
     checked: the graph that it leaves must be sound, take and return what it did, and be pure.
 

@@ -1,10 +1,13 @@
 """What operations cost, counted otherwise; and what groups they are timed with."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch._higher_order_ops.scan import scan
 from torch.func import functional_call
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,3 +169,19 @@ def test_a_decoder_takes_what_the_field_counts(kv_heads, options):
     assert run.flops == plan.flops.model == 3 * length * (6 * products + 12 * layers * width * length)
     assert (plan.flops.again > 2 * layers * 3 * length * length * width) == bool(options)
     assert "computed by a rank in a step" in plan.text()
+
+
+def test_what_a_step_checkpoints_itself_counts_once():
+    params = {"a": torch.randn(16, 32), "b": torch.randn(32, 4)}
+    state = zerofn.TrainState.create(params=params, tx=optim.sgd(0.1))
+    again = {}
+    for how in (lambda f, *args: f(*args), partial(checkpoint, use_reentrant=False)):
+
+        def step(state, x, how=how):
+            loss, grads = state.value_and_grad(lambda p, x: how(lambda x: (x @ p["a"]).relu() @ p["b"], x).sum())(x)
+            return state.apply_gradients(grads), loss
+
+        plan = zerofn.compile(step).lower(zerofn.shard(state), torch.ones(8, 16))
+        assert plan.flops.model == 2 * 8 * (2 * 16 * 32 + 3 * 32 * 4)  # of `a` there is no gradient of the input
+        again[how] = plan.flops.again
+    assert [*again.values()] == [0, 2 * 8 * 16 * 32]

@@ -4,10 +4,13 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import zerofn
 from tests.support.outlined_steps import OUTLINED, trained
 from tests.support.same import assert_same_trees
 from tests.support.tiny_models import BUILDERS
+from zerofn import optim
 from zerofn._torch_compat import OpOverload
 from zerofn.cost.op_cost import touched_bytes
 from zerofn.graph.alias import is_view, writes
@@ -106,3 +109,35 @@ def may_be_fused(node):
     packet = node.target.overloadpacket
     forms = {getattr(packet, x) for x in packet.overloads()}
     return bool(forms & FUSIBLE) or any({torch.Tag.pointwise, torch.Tag.reduction} & {*x.tags} for x in forms)
+
+
+def statistics(p, x, state):
+    """Batch norm writes to copies of its running values, which its backward pass reads."""
+    mean, var = (state.extra[k].clone() for k in ("mean", "var"))
+    y = F.batch_norm((x @ p["w"]).tanh() * 2, mean, var, training=True)
+    return (y * x).square().mean(), {"mean": mean, "var": var}
+
+
+def orthogonal(p, x, state):
+    return (torch.linalg.qr(p["w"])[0] * x.mean()).exp().sum() + (x @ p["w"]).sin().mean(), dict(state.extra)
+
+
+@pytest.mark.parametrize("loss", [statistics, orthogonal])
+def test_operations_that_write_or_have_several_results(loss):
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(5, 5)}, torch.randn(6, 5)
+    extra = {"mean": torch.zeros(5), "var": torch.ones(5)}
+    found = []
+    for passes in (None, OUTLINED):
+        state = zerofn.shard(zerofn.TrainState.create(params=params, tx=optim.sgd(0.1), extra=extra), stage=3)
+
+        def step(state, x):
+            (value, extra), grads = state.value_and_grad(lambda p, x: loss(p, x, state), has_aux=True)(x)
+            return state.apply_gradients(grads, extra=extra), value
+
+        run, losses = zerofn.compile(step, passes=passes), []
+        for _ in range(3):
+            state, value = run(state, x)
+            losses.append(value)
+        found.append((losses, zerofn.unshard(state)))
+    assert_same_trees(*found)

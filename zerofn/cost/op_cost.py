@@ -8,17 +8,19 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from .._torch_compat import OpOverload, packet_of
 from ..comm.mesh import Mesh
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
-from ..graph.alias import is_view
+from ..graph.alias import is_view, roots, written_memory
 from ..graph.liveness import AGAIN, complete_values, tensors_of, values_of
 from ..graph.nested import call_of, foreign_graphs
 from ..graph.node_kinds import argument, arguments, reduces, traits
+from ..graph.phase import BACKWARD, phase_of
 from ..graph.program import Program, tensor_of
 from ..ops.registry import Lane, argument_places, base_name
 from .links import SENT, axis_of
@@ -82,15 +84,41 @@ class Flops(NamedTuple):
 def flops_of(gm: GraphModule) -> Flops:
     """Return the operations of a graph and of its bodies, as often as they run."""
     complete_values(gm.graph)
-    model = again = 0
+    repeated, model, again = _repeated(gm.graph), 0, 0
     for node in gm.graph.nodes:
         if call := call_of(node):
             inside = flops_of(call.body)
             model, again = model + call.rounds * inside.model, again + call.rounds * inside.again
         elif node.op == "call_function":
             all_, twice = flops(node), _computed_twice(node)
-            model, again = (model, again + all_) if node.meta.get(AGAIN) else (model + all_ - twice, again + twice)
+            once_more = node.meta.get(AGAIN) or node in repeated
+            model, again = (model, again + all_) if once_more else (model + all_ - twice, again + twice)
     return Flops(model, again)
+
+
+def _repeated(graph: Graph) -> set[Node]:
+    """Return the operations of the backward pass that compute what was computed before, as in a step's own
+    checkpointing: the same operation on the same values. Memory that is written to has other values each time.
+    """
+    root = roots(graph)
+    written = written_memory(root)
+    numbers: dict[Node, Any] = {}
+    seen: dict[Any, int] = {}
+    found: set[Node] = set()
+    for node in graph.nodes:
+        key: Any = node
+        if node.op == "call_function" and root[node] not in written:
+            key = node.target, repr(map_arg((node.args, node.kwargs), lambda x: Number(numbers[x])))
+            if key in seen and phase_of(node) == BACKWARD:
+                found.add(node)
+        numbers[node] = seen.setdefault(key, len(seen))
+    return found
+
+
+class Number(NamedTuple):
+    """A value, in the text of an operation's arguments."""
+
+    number: int
 
 
 def flops_of_step(program: Program) -> Flops:
