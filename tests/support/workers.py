@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pickle import dumps, loads  # a test may put others in pickle's place
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,7 +111,7 @@ class _Crew:
     def _hear(self, worker: _Worker) -> None:
         """What a worker says: a hook's name and arguments, or "take" for its next tests; or that it has ended."""
         try:
-            name, arguments = pickle.loads(worker.connection.recv_bytes())
+            name, arguments = loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             self._workers.remove(worker)
             worker.connection.close()
@@ -159,7 +159,7 @@ class _Tells:
         self._works = True
 
     def tell(self, name: str, arguments: Any) -> None:
-        self._connection.send_bytes(pickle.dumps((name, arguments)))
+        self._connection.send_bytes(dumps((name, arguments)))
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self.tell("pytest_runtest_logstart", {"nodeid": nodeid, "location": location})
