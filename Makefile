@@ -33,9 +33,9 @@ define beside_types
 	wait $$types || { cat build/mypy.log; exit 1; }; exit $$code
 endef
 
-# What to run while working: everything that needs no ranks and starts no programs.
+# What to run while working: one case of each test that needs no ranks and starts no programs.
 check: $(VENV)/test.stamp
-	$(call beside_types,-m pytest --workers $(JOBS) -m "not ranks and not slow and not whole")
+	$(call beside_types,-m pytest --workers $(JOBS) --one-of-each -m "not ranks and not slow and not whole")
 
 test: $(VENV)/test.stamp
 	$(call beside_types,-m pytest --workers $(JOBS) -m "not whole and not system")

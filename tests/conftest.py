@@ -23,7 +23,11 @@ SLOW_FOLDERS = ("examples", "benchmarks", "system")
 TESTS = Path(__file__).parent
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--one-of-each", action="store_true", help="of a test with several cases, run the first")
+
+
+def pytest_collection_modifyitems(config, items):
     """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
     products that `quick` does not name; what `make test` leaves to `make test-all`: those that `part` does not; and
     what needs programs of the system. Programs run first: they mostly wait, which other tests fill, if there are any
@@ -38,6 +42,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.system)
         if not _is_among(item, "part"):
             item.add_marker(pytest.mark.whole)
+    if config.option.one_of_each:
+        _keep_one_of_each(config, items)
+
+
+def _keep_one_of_each(config, items):
+    """Leave out all cases of a test but the first that `make check` may run."""
+    seen, left_out = set(), []
+    for item in items:
+        if not any(map(item.get_closest_marker, ("ranks", "slow", "whole"))):
+            test = item.path, item.cls, getattr(item, "originalname", item.name)
+            left_out += [item] if test in seen else []
+            seen.add(test)
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish():

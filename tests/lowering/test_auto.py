@@ -61,6 +61,7 @@ def near(a, b):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-5)
 
 
+@pytest.mark.whole  # a minute of compiling, as the one on ranks
 def test_regions_are_taken_when_they_are_there():
     at, states = until_taken(3 * FEW, start=at_once)
     assert at == FEW
@@ -83,7 +84,7 @@ def on_rank():
     return at, states[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_ranks_take_regions_of_another_process_at_one_call(ranks):
     (at, params), other = ranks(2, on_rank, timeout=300.0)
     assert at > FEW and other[0] == at

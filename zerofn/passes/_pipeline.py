@@ -124,7 +124,7 @@ class Pipeline:
 
 def is_ours(fn: Callable[..., Any]) -> bool:
     """Return whether a function is the library's: such as a pass that a backend of ours adds."""
-    return getattr(fn, "__module__", "").partition(".")[0] == __name__.partition(".")[0]
+    return (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 
 
 def _dump(program: Program, number: int, name: str) -> None:
