@@ -163,8 +163,8 @@ class CompiledStep:
 
     @property
     def flops(self) -> int:
-        """A rank's operations in matrix products, as last captured; 0 before. What is recomputed does not count."""
-        return flops_of_step([*self._entries.values()][-1].program).model if self._captures else 0
+        """A rank's operations in matrix products, as last called; 0 before. What is recomputed does not count."""
+        return flops_of_step(self._last.entries[-1].program).model if self._last and self._last.entries else 0
 
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step. Inside another step it is the function that was compiled."""

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from zerofn._torch_compat import tree_leaves
 from zerofn.lowering import cuda_graphs
+from zerofn.random.draws import draws_with_generators
 from zerofn.runtime.backend import Eager
 from zerofn.runtime.executor import Executor, callable_of
 
@@ -40,7 +41,7 @@ def record(gm, run, inputs, draws):
 
     def replay():
         draws.begin()
-        with torch.no_grad():
+        with torch.no_grad(), draws_with_generators(draws.lend):
             for function, args, kwargs, there in calls:
                 for old, new in zip(_tensors(there), _tensors(function(*args, **kwargs)), strict=True):
                     if old.data_ptr() != new.data_ptr():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -17,6 +18,7 @@ from ..comm.mesh import Mesh
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view, roots, written_memory
+from ..graph.edit import frozen
 from ..graph.liveness import AGAIN, complete_values, tensors_of, values_of
 from ..graph.nested import call_of, foreign_graphs
 from ..graph.node_kinds import argument, arguments, reduces, traits
@@ -90,9 +92,9 @@ def flops_of(gm: GraphModule) -> Flops:
             inside = flops_of(call.body)
             model, again = model + call.rounds * inside.model, again + call.rounds * inside.again
         elif node.op == "call_function":
-            all_, twice = flops(node), _computed_twice(node)
-            once_more = node.meta.get(AGAIN) or node in repeated
-            model, again = (model, again + all_) if once_more else (model + all_ - twice, again + twice)
+            all_ = flops(node)
+            twice = all_ if node.meta.get(AGAIN) or node in repeated else all_ // 5 if _is_backward(node) else 0
+            model, again = model + all_ - twice, again + twice
     return Flops(model, again)
 
 
@@ -102,23 +104,15 @@ def _repeated(graph: Graph) -> set[Node]:
     """
     root = roots(graph)
     written = written_memory(root)
-    numbers: dict[Node, Any] = {}
-    seen: dict[Any, int] = {}
-    found: set[Node] = set()
+    first: dict[Node, Node] = {}  # node -> the first one with its value
+    seen: dict[Any, Node] = {}
     for node in graph.nodes:
-        key: Any = node
-        if node.op == "call_function" and root[node] not in written:
-            key = node.target, repr(map_arg((node.args, node.kwargs), lambda x: Number(numbers[x])))
-            if key in seen and phase_of(node) == BACKWARD:
-                found.add(node)
-        numbers[node] = seen.setdefault(key, len(seen))
-    return found
-
-
-class Number(NamedTuple):
-    """A value, in the text of an operation's arguments."""
-
-    number: int
+        first[node] = node
+        known = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if known and root[node] not in written:
+            args = map_arg((node.args, node.kwargs), first.__getitem__)
+            first[node] = seen.setdefault((node.target, frozen(args)), node)
+    return {node for node, one in first.items() if one is not node and phase_of(node) == BACKWARD}
 
 
 def flops_of_step(program: Program) -> Flops:
@@ -128,15 +122,16 @@ def flops_of_step(program: Program) -> Flops:
     return program.flops
 
 
-def _computed_twice(node: Node) -> int:
+def _is_backward(node: Node) -> bool:
+    """Return whether a node is the backward pass of attention."""
     name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
-    return flops(node) // 5 if "attention" in name and "backward" in name else 0
+    return "attention" in name and "backward" in name
 
 
 def _of_attention(node: Node) -> int:
     """By torch's formulas, which say nothing of the host's kernel, of one that draws from a key, of grouped heads."""
     tensors = [x for x in map(tensor_of, [a for a in node.args if isinstance(a, Node)]) if x is not None and x.dim()]
-    backward = "backward" in base_name(node.target)  # type: ignore[arg-type]
+    backward = _is_backward(node)
     shapes = [x.shape for x in tensors[: 4 if backward else 3]]
     heads = shapes[-3][1]
     shapes = [torch.Size((x[0], heads, *x[2:])) for x in shapes]

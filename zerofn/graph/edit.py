@@ -99,17 +99,18 @@ def merge_equal(nodes: Iterable[Node]) -> None:
     """
     seen: dict[Any, Node] = {}
     for node in nodes:
-        first = seen.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
+        first = seen.setdefault((node.target, frozen(node.args), frozen(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)
 
 
-def _frozen(value: Any) -> Any:
+def frozen(value: Any) -> Any:
+    """Return arguments of nodes so that they can be hashed, and that equal ones are equal."""
     if isinstance(value, list | tuple):
-        return tuple(map(_frozen, value))
+        return tuple(map(frozen, value))
     if isinstance(value, dict):
-        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
+        return tuple((k, frozen(v)) for k, v in sorted(value.items()))
     return type(value), value  # 1, 1.0 and True are equal
 
 

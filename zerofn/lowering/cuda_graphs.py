@@ -10,6 +10,7 @@ over it; another state is recorded again.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -246,8 +247,7 @@ class _Recording:
 
     def replay(self) -> None:
         self._draws.seed()
-        with draws_with_generators(self._draws.lend):
-            self._again()
+        self._again()
 
     def results(self, values: Sequence[Any]) -> list[Any]:
         """Return the step's results, in memory that the next replay leaves alone."""
@@ -288,7 +288,7 @@ def _why_not(program: Program, device: str) -> str:
 def _unrecordable(node: Node, on_host: Container[Node], inside: bool) -> str:
     if any(x.layout != torch.strided for x in tensors_of(node.meta.get("val"))):
         return "is a sparse tensor."
-    if node.op != "call_function" or getattr(node.target, "__name__", "") == "getitem":
+    if node.op != "call_function" or node.target is operator.getitem:
         return ""
     if node.meta.get(ASIDE):
         return "runs on the host's own thread."

@@ -135,10 +135,10 @@ def pipeline(donating: bool, edits: Sequence[Edit | Sequence[Pass]] = ()) -> Pip
     """Return the passes of a step. `edits`: each takes the list, the first one the standard list, and returns the list
     to run, or is a list of passes to run before `donate`; see `zerofn.compile(passes=)`.
     """
-    found = ours = standard(donating)
+    found = standard(donating)
     for edit in edits:
         found = edited(found, edit if callable(edit) else before("donate", *edit))
-    return Pipeline(found, [each.fn for each in ours])
+    return Pipeline(found)
 
 
 def run(program: Program, *, donating: bool) -> Program:

@@ -27,10 +27,10 @@ from .hoist_gathers import hoist_gathers
 
 
 class Pipeline:
-    """Passes in order. `own`: functions of the library's own passes. Others are checked after each run."""
+    """Passes in order. Those that are not the library's own are checked after each run."""
 
-    def __init__(self, passes: Sequence[Pass], own: Sequence[Callable[..., Any]]) -> None:
-        self.passes, self._own = list(passes), tuple(own)
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.passes = list(passes)
         at = (k for k, each in enumerate(self.passes) if each.carries_out)
         self._num_prepare = next(at, len(self.passes))
         self._searched = [each for each in self.passes[self._num_prepare :] if each.searched]
@@ -110,7 +110,7 @@ class Pipeline:
         for k, each in enumerate(passes, first or 0):
             start = time.perf_counter()
             with uncollected():
-                if each.fn in self._own or is_ours(each.fn):
+                if _is_ours(each.fn):
                     each(program)
                 else:
                     apply_checked(program, each)
@@ -122,7 +122,7 @@ class Pipeline:
             check_results(gm)
 
 
-def is_ours(fn: Callable[..., Any]) -> bool:
+def _is_ours(fn: Callable[..., Any]) -> bool:
     """Return whether a function is the library's: such as a pass that a backend of ours adds."""
     return (getattr(fn, "__module__", None) or "").partition(".")[0] == __name__.partition(".")[0]
 

@@ -14,12 +14,13 @@ from torch.fx import Node
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as follow
 
-from .._torch_compat import OpOverload, tree_leaves
+from .._torch_compat import OpOverload
 from ..cost.machine import Machine
 from ..cost.op_cost import moved
 from ..cost.op_timer import forget
 from ..cost.simulator import Timeline
 from ..graph.alias import is_view
+from ..graph.liveness import tensors_of
 from ..graph.nested import call_of, is_region
 from ..graph.node_kinds import casts, traits
 from ..graph.phase import phase_of
@@ -271,7 +272,7 @@ def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
 def operation_of(node: Node) -> str:
     """Return an operation's name, what it makes and its pass: "aten.mm [32, 64] forward"."""
     call = call_of(node)
-    made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor)]
+    made = tensors_of(node.meta.get("val"))
     if call is not None and is_region(call.body):
         names = dict.fromkeys(_name(x) for x in call.body.graph.nodes if x.op == "call_function" and not is_view(x))
         what = f"region ({', '.join([*names][:4])}{', ...' if len(names) > 4 else ''})"

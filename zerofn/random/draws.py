@@ -26,7 +26,7 @@ from .._torch_compat import (
     schema_text,
     tree_leaves,
 )
-from ..ops.registry import OnShard, Traits, define
+from ..ops.registry import OnShard, Traits, base_name, define
 from ..util.arguments import checked
 from ..util.process import the
 
@@ -351,9 +351,6 @@ def is_draw(target: object, seeds: bool = False) -> bool:
     """Return whether an operation draws from a key. `seeds`: with a generator of its own, and not torch's default."""
     if not isinstance(target, OpOverload) or target.namespace != "zerofn":
         return False
-    name = schema_text(target).removeprefix("zerofn::").partition("(")[0].partition(".")[0]
-    alone = name in _FILLS or name == "randperm"
-    if seeds:
-        takes = {schema_text(op).removeprefix("aten::").partition("(")[0] for op in KEYED if _takes_generator(op)}
-        return alone or name in takes
-    return alone or name in _KEYED_NAMES
+    name = base_name(target)
+    keyed = (base_name(op) for op in KEYED if not seeds or _takes_generator(op))
+    return name in _FILLS or name == "randperm" or name in keyed
