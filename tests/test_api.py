@@ -16,7 +16,7 @@ PUBLIC = {
     "register_step_pre_hook remat run same sampler save saved_paths scatter shard skeleton this_machine tree_map "
     "unshard value_and_grad vdot "
     "verify world_size "
-    "CaptureError CheckpointError Checkpoints DynamicLossScale Machine Mesh NoLossScale Offload Pass "
+    "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
     "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "

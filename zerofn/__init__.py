@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .sharded_math.reductions import all_finite, first_nonfinite, global_norm, leaf_norms, vdot
     from .sharding.abstract import abstract
     from .sharding.copying import copy
+    from .sharding.float8 import Fp8
     from .sharding.gather_scatter import gather, scatter
     from .sharding.precision import Precision
     from .sharding.shard import shard, unshard
@@ -74,6 +75,7 @@ _WHERE = {
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
     "CaptureError": "capture.capture",
     "Checkpoints": "runs.manager",
+    "Fp8": "sharding.float8",
     "Machine": "cost.machine",
     "Mesh": "comm.mesh",
     "normal_like": "sharded_math.normal_like",
@@ -159,6 +161,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DynamicLossScale",
+    "Fp8",
     "Machine",
     "Mesh",
     "NoLossScale",

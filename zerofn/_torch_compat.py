@@ -87,6 +87,12 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+# float8 [m, k] by float8 [k, n], each with a scale: the second one's columns are contiguous.
+scaled_mm = torch._scaled_mm
+
+backward_running = torch._C._current_graph_task_id  # () -> the number of this thread's backward pass, -1 for none
+
+
 def resolve_process_group(name: str) -> torch.distributed.ProcessGroup:
     """Group name -> ProcessGroup."""
     return _resolve_process_group(name)  # type: ignore[arg-type]

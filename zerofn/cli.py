@@ -135,7 +135,7 @@ def _add_plan(commands: Any) -> None:
     one.add_argument(
         "--precision",
         nargs="+",
-        help="none, fp32, bf16, fp16; by default the script's own, or where it names none those that are usual there",
+        help="none, fp32, bf16, fp16, fp8; by default the script's own, or if it names none the usual ones",
     )
     one.add_argument("--wire", nargs="+", help="none, bf16: the form in which float32 travels; the script's by default")
     one.add_argument("--remat", nargs="+", help="none, auto, full, budget; by default more where it does not fit")

@@ -38,7 +38,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
 
 @pytest.mark.parametrize("given", [torch.float16, 16, True])
 def test_what_is_no_precision_raises(given):
-    with pytest.raises(TypeError, match="expected None, .bf16., .fp16., .fp32. or a zerofn.Precision"):
+    with pytest.raises(TypeError, match="expected None, .bf16., .fp16., .fp32., .fp8. or a zerofn.Precision"):
         resolve(given)
 
 

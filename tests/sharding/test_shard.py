@@ -323,7 +323,7 @@ def refusals():
         "stage=4 is not known.*mean 3": (ValueError, lambda: shard(good, stage=4)),
         "stage='2' is not known.*mean 2": (ValueError, lambda: shard(good, stage="2")),
         "stage=True is not known": (ValueError, lambda: shard(good, stage=True)),
-        "precision='bf8' is not known; did you mean 'bf16'": (ValueError, lambda: shard(good, precision="bf8")),
+        "precision='bf8' is not known; did you mean 'fp8'": (ValueError, lambda: shard(good, precision="bf8")),
         "mesh: expected None, a DeviceMesh": (TypeError, lambda: shard(good, mesh=4)),
         "device": (ValueError, lambda: shard(good, device="gpu")),
         "already sharded": (TypeError, lambda: shard(shard(good))),

@@ -19,6 +19,7 @@ from .advice import not_constant, swapped
 from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
+from .float8_products import float8_of, noted_products
 from .repeated_draws import warn_of_equal_draws
 from .unused import noted_gradients, unused
 from .verify import check_purity
@@ -37,9 +38,10 @@ def captured(
         raise wrong
     mesh = mesh_among(tree.leaves((state, batch), is_leaf=is_sharded))
     try:
-        with axes_of(mesh), noted_gradients() as seen:
+        with axes_of(mesh), noted_gradients() as seen, noted_products() as products:
             program = capture(step, state, batch, traces=traces)
         program.unused = unused(seen)
+        program.float8 = float8_of(products)
         program.outline = outline(program.gm, program.aux.baked)
         bound_sizes(program)
         constants = check_purity(program)

@@ -157,6 +157,8 @@ class Program:
     outline: Outline | None = None  # as it was captured, to compare with another capture
     warning: str = ""  # what is refused as soon as there is more than one rank
     unused: list[str] = field(default_factory=list)  # parameters without a gradient
+    # With precision="fp8": each matrix of the parameters -> "" if its products are float8, or why they are not.
+    float8: dict[str, str] | None = None
 
     @property
     def placeholders(self) -> list[Node]:

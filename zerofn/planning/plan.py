@@ -22,6 +22,7 @@ from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
 from ..util.html import preformatted
+from ..util.patterns import pattern_of
 from ..util.peaks import peak_of
 from ..util.sizes import in_words
 from .picture import File, draw, page
@@ -180,6 +181,13 @@ class Plan:
         return None if peak is None else self.flops.model / self.timeline().seconds / peak
 
     @property
+    def float8(self) -> dict[str, str] | None:
+        """Map each matrix of the parameters to "" if products with it are float8, or to why they are not; None without
+        `precision="fp8"`.
+        """
+        return None if self.program.float8 is None else dict(self.program.float8)
+
+    @property
     def num_batches(self) -> int:
         """Return the number of parts that a batch has, over all ranks: along some axes they have the same part."""
         return 1 if self.program.mesh is None else self.program.mesh.batch.size
@@ -208,6 +216,7 @@ class Plan:
         if self.flops.model:
             again = f", and {in_words(self.flops.again, 'FLOP')} again" if self.flops.again else ""
             lines.append(f"  computed by a rank in a step: {in_words(self.flops.model, 'FLOP')} in products{again}")
+        lines += _products_in_words(self.float8 or {})
         if self.machine is not None:
             time = self.timeline()
             busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
@@ -230,6 +239,7 @@ class Plan:
             "static_buffers": m.static_buffers,
             "used": m.used,
             "flops": self.flops._asdict(),
+            "float8": self.float8,
             "sent": self.sent_along,
             "transfers": [{**x._asdict(), "times": n} for x, n in self.transfers().items()],
         }
@@ -253,6 +263,18 @@ class Plan:
 
     def __repr__(self) -> str:
         return self.text()
+
+
+def _products_in_words(float8: dict[str, str]) -> list[str]:
+    """Return lines of what `Plan.float8` says: weights of equal layers once."""
+    found: dict[str, Counter[str]] = {}
+    for name, why in float8.items():
+        found.setdefault(why, Counter())[pattern_of(name)] += 1
+    lines = []
+    for why, names in sorted(found.items()):
+        told = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in names.items())
+        lines.append(f"    in bfloat16, {why}: {told}" if why else f"    in float8: {told}")
+    return lines
 
 
 def place(node: Node) -> str:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -115,6 +115,8 @@ class CaptureLog:
         for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
             _tell_of_kernels(device)
         self._tell_of_unused(program)
+        if program.float8 is not None and all(program.float8.values()) and rank_and_size()[0] == 0:
+            log.warning("%s: with precision='fp8', %s", self._name, _no_products(program.float8))
         log.info(
             "%s: captured (%s): %s, %d nodes, %.2f s%s",
             self._name,
@@ -164,6 +166,17 @@ class CaptureLog:
             changes.get(key, "not in this capture"),
             advice,
         )
+
+
+def _no_products(float8: Mapping[str, str]) -> str:
+    """Say why no product is float8. `float8`: see `Program`."""
+    name, why = next(iter(float8.items()), ("", ""))
+    return (
+        "no product is float8: all is bfloat16"
+        + (f". Of {name!r}, for example: {why}" if name else ", as there is no matrix among the parameters")
+        + ". Products are float8 of torch.nn.functional.linear(x, w) and torch.addmm(b, x, w), where w is what the "
+        "loss function got, and not a view of it."
+    )
 
 
 def _kind(program: Program, donating: bool) -> str:

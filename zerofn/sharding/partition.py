@@ -15,6 +15,7 @@ from ..offload.policy import Offload, asked_for, on_device
 from ..ops.codecs import PLAIN, SPLIT, Codec
 from ..util.arguments import told
 from ..util.errors import nearest
+from .float8 import check_device
 from .precision import Precision, resolve
 
 STAGES = (0, 1, 2, 3)
@@ -86,7 +87,11 @@ class Partition:
         return replace(found, tier=asked_for(offload, found.copies))
 
     def at(self, home: torch.device) -> Partition:
-        """Return the partition for a model that computes on a device: what is offloaded to its own memory is not."""
+        """Return the partition for a model that computes on a device: what is offloaded to its own memory is not.
+        Raises `ValueError` for a device that cannot compute in the precision.
+        """
+        if self.precision.fp8 is not None:
+            check_device(home)
         return replace(self, tier=on_device(self.tier, home), home=home)
 
     def beside(self, codec: Codec = PLAIN) -> Partition:

@@ -11,6 +11,7 @@ from ..comm.wire import CODECS
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
 from ..util.arguments import check_fields
 from ..util.errors import nearest
+from .float8 import Fp8
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,18 @@ class Precision:
     - Sums that ranks then gather stay in float32: those of stage 0, and along `replicate` without hpz. So every stage
       gives the same bits.
 
-    A map between ranks that rounds is differentiated as if it did not. On one rank nothing is sent, nor rounded. Raises
-    `ValueError` for another `wire`.
+    A map between ranks that rounds is differentiated as if it did not. On one rank nothing is sent, nor rounded.
+
+    `fp8`: which linear layers multiply in float8. They get what is computed in bfloat16, and return it.
+
+    Raises `ValueError` for another `wire`, and for `fp8` with another `compute` than bfloat16.
     """
 
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     wire: str | None = None
+    fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -46,6 +51,11 @@ class Precision:
             raise ValueError(
                 f"wire={self.wire!r} is not known; did you mean {nearest(self.wire, CODECS, 1, 0.0)[0]!r}? Leave it "
                 "out to send everything as it is."
+            )
+        if self.fp8 is not None and self.compute is not torch.bfloat16:
+            raise ValueError(
+                f"Precision(compute={self.compute}, fp8=...): layers around float8 products compute in bfloat16; write "
+                "Precision(torch.float32, torch.bfloat16, torch.float32, fp8=zerofn.Fp8()), which is precision='fp8'."
             )
 
     def computes(self, stored: torch.dtype) -> torch.dtype:
@@ -73,6 +83,7 @@ NAMED = {
     "fp32": Precision(torch.float32, torch.float32, torch.float32),
     "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
     "fp16": Precision(torch.float32, torch.float16, torch.float32),
+    "fp8": Precision(torch.float32, torch.bfloat16, torch.float32, fp8=Fp8()),
 }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import tree
 from ..capture.advice import instead, not_constant
+from ..capture.float8_products import note_products
 from ..capture.loop import loop
 from ..capture.unused import note_gradients
 from ..collectives.maps import heard_transfers, sum_over
@@ -30,6 +31,7 @@ from ..sharding.sharded import Sharded, is_sharded, mesh_among
 from ..sharding.storage import Stored
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
+from .float8 import Products, float8_products
 from .gradient_sums import GradientSums, flat_gradients
 from .loss_errors import check_gradient, warn_of_weight
 from .loss_scale import NoLossScale, check_loss_scale
@@ -188,7 +190,8 @@ class _Work:
         ]
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
-        with torch.enable_grad(), randomness(key), same_parameters():
+        products = self._products(leaves)
+        with torch.enable_grad(), randomness(key), same_parameters(), float8_products():
             with phase(FORWARD), heard_transfers() as heard:
                 loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
             check_gradient(loss.mean, wanted)
@@ -197,7 +200,18 @@ class _Work:
                 found = _derivatives(loss.mean, wanted, self._seed(loss, share))
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
         note_gradients(lambda: self._used(leaves, by_leaf))
+        for each in products:
+            note_products(each.told)
         return loss, flat_gradients(nodes, leaves, by_leaf, factor)
+
+    def _products(self, leaves: list[list[Tensor]]) -> list[Products]:
+        """Let linear layers know the weights of states whose precision has float8 products."""
+        rules = [x.spec.precision.fp8 if is_sharded(x) else None for x in self.nodes]
+        return [
+            Products(rule, {leaf.name: ts[leaf.index] for leaf in x.layout.leaves})
+            for rule, x, ts in zip(rules, self.nodes, leaves, strict=True)
+            if rule is not None
+        ]
 
     def _used(self, leaves: list[list[Tensor]], found: dict[int, Tensor | None]) -> Iterator[tuple[str, bool]]:
         """Yield (name, whether the loss uses it) of every leaf that is trained."""

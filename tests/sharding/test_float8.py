@@ -1,0 +1,67 @@
+"""The rule of float8 products, and the devices that have them."""
+
+import re
+
+import pytest
+import torch
+
+import zerofn
+from zerofn.sharding.float8 import Fp8, check_device
+
+
+def weight(*shape):
+    return torch.empty(*shape, device="meta")
+
+
+def test_the_rule_takes_linear_layers_but_heads_and_odd_sizes():
+    rule = Fp8()
+    assert rule.why_not("up", weight(64, 32), 96) == ""
+    assert rule.why_not("head", weight(96, 32), 96).startswith("a head")
+    assert rule.why_not("odd", weight(64, 24), 96) == "its sizes [64, 24] are no multiples of 16"
+
+
+def test_a_rule_of_ones_own_is_asked_for_names():
+    rule = Fp8(lambda name: name != "down")
+    assert rule.why_not("head", weight(96, 32), 96) == ""  # one's own word counts
+    assert rule.why_not("down", weight(64, 32), 96) == "Fp8(where) leaves it out"
+    with pytest.raises(
+        ValueError, match=r"takes 'odd', a weight of \[64, 24\], and .* let where\('odd'\) return False"
+    ):
+        rule.why_not("odd", weight(64, 24), 96)
+    with pytest.raises(TypeError, match="where must be a function of 1 argument"):
+        Fp8("down")
+
+
+def test_the_cpu_emulates():
+    check_device(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_other_devices_are_refused(device):
+    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU .*, and this is {device}. Write precision='bf16'"):
+        check_device(torch.device(device))
+
+
+@pytest.mark.parametrize("capability, fits", [((8, 0), False), ((8, 9), True), ((9, 0), True), ((12, 0), True)])
+def test_gpus_have_float8_from_compute_capability_8_9_on(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    partition = zerofn.sharding.partition.Partition.zero(zerofn.Mesh.make(data=1), precision="fp8")
+    if fits:
+        assert partition.at(torch.device("cuda", 0)).precision.fp8 == Fp8()
+        return
+    with pytest.raises(ValueError, match=re.escape("and this is NVIDIA A100 of compute capability 8.0.")):
+        partition.at(torch.device("cuda", 0))
+
+
+def test_layers_around_compute_in_bfloat16():
+    with pytest.raises(ValueError, match=r"compute=torch.float16, fp8=.*which is precision='fp8'"):
+        zerofn.Precision(torch.float32, torch.float16, torch.float32, fp8=Fp8())
+
+
+def test_masters_and_checkpoints_are_those_of_bf16():
+    init = zerofn.TrainState.create(params={"w": torch.randn(32, 32)}, tx=zerofn.optim.adamw(1e-3))
+    states = [zerofn.shard(init, precision=precision) for precision in ("bf16", "fp8")]
+    ours, theirs = ([(x.dtype, x.shape) for x in zerofn.tree.leaves(s)] for s in states)
+    assert ours == theirs
