@@ -157,6 +157,7 @@ def nothing_recognised(patch):
         yield
 
 
+@pytest.mark.part(precision=[None])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_is_called_with_what_its_mask_stands_for_and_keeps_its_bits(name, precision, monkeypatch):
@@ -309,7 +310,7 @@ def saved_pairs(graph):
     return sum(tuple(x.shape[-2:]) == (L, L) for x in saved)
 
 
-@pytest.mark.part(options=[{}])
+@pytest.mark.part(options=[{}], name=["window", "padding and dropout", "packed rows"])
 @pytest.mark.parametrize("options", [{}, {"stage": 0}, {"budget": True}], ids=str)
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_model_saves_no_mask_or_one_and_has_the_bits_of_the_eager_one(name, options):

@@ -92,9 +92,16 @@ LOADS = [  # ranks, mesh, stage, options, from which
     (4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"]),
     pytest.param(4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"], marks=pytest.mark.whole),
     pytest.param(4, {"tensor": 4}, 2, {}, ["d2t2", "t2"], marks=pytest.mark.whole),
-    (4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"]),
+    pytest.param(4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"], marks=pytest.mark.whole),
     (4, {"replicate": 2, "data": 2}, 3, {"hpz": True}, ["t2r2", "d2r2 hpz halves", "r2d2 hpz", "d2"]),
-    (4, {"data": 2, "replicate": 2}, 3, {"hpz": True, "precision": "bf16"}, ["r2d2 hpz", "t3"]),
+    pytest.param(
+        4,
+        {"data": 2, "replicate": 2},
+        3,
+        {"hpz": True, "precision": "bf16"},
+        ["r2d2 hpz", "t3"],
+        marks=pytest.mark.whole,
+    ),
     pytest.param(4, {"replicate": 2, "data": 2}, 3, {}, ["r2d2 hpz", "d2r2 hpz halves"], marks=pytest.mark.whole),
 ]
 

@@ -10,7 +10,7 @@ from tests.support.library import ROOT
 
 DRAWS = ("diffusion", "gan", "policy")  # on every rank something else
 RECIPES = sorted(p.stem for p in (ROOT / "examples/recipes").glob("*.py") if p.stem != "digits")
-STEPS, ROWS = 28, 64
+STEPS, ROWS = 26, 32
 pytestmark = pytest.mark.slow
 
 

@@ -62,7 +62,8 @@ def out_of_step(other, stage, size, folder):
     return "nothing was raised"
 
 
-@pytest.mark.part(size=[2, 3], stage=[1, 3])
+@pytest.mark.part(size=[2], stage=[3])
+@pytest.mark.part(size=[3], stage=[1])
 @pytest.mark.parametrize(
     ("size", "stage", "other"),
     [(2, 3, other) for other in OTHERS]

@@ -35,6 +35,8 @@ WAYS = {
         ("t5", "recomputed"),
     ],
 )
+@pytest.mark.part(way=["alone"], name=["gpt2", "t5", "mixtral", "resnet"])
+@pytest.mark.part(name=["llama"])
 def test_bits_are_those_of_the_step_without_regions(name, way):
     plain, alone, none = trained(name, **WAYS[way])
     found, planned, regions = trained(name, passes=OUTLINED, **WAYS[way])
@@ -56,6 +58,7 @@ def on_ranks(name):
     return found
 
 
+@pytest.mark.part(name=["llama"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_regions_are_the_same_at_every_stage(ranks, name):
     first, second = ranks(2, on_ranks, name)

@@ -164,9 +164,9 @@ def test_an_interrupt_leaves_a_step_that_can_go_on(monkeypatch, no_files):
 def made_by_each(folder):
     """On a rank: how many regions it has compiled."""
     with without_files(folder):
-        assert run(sum_of_two(3.0)) and run(sum_of_two(2.0))
+        assert run(sum_of_two(3.0))
         return the(regions.Compiled).made
 
 
 def test_ranks_of_a_host_compile_a_region_once(ranks, tmp_path):
-    assert sum(ranks(4, made_by_each, str(tmp_path))) == 2
+    assert sum(ranks(4, made_by_each, str(tmp_path))) == 1

@@ -362,6 +362,7 @@ def halved(sizes, stage):
     return told, zerofn.unshard(state.params)
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_experts_may_be_cut_along_tensor_too(ranks, stage):
     for found in ranks(4, halved, {"expert": 2, "tensor": 2}, stage):

@@ -23,7 +23,7 @@ CASES = [
     pytest.param("mixtral", 2, {"expert": 2}, 0, marks=whole),
     pytest.param("mixtral", 3, {"expert": 3}, 2, marks=whole),
     pytest.param("qwen3_moe", 2, {"expert": 2}, 2, marks=whole),
-    ("qwen3_moe", 3, {"expert": 3}, 1),
+    pytest.param("qwen3_moe", 3, {"expert": 3}, 1, marks=whole),
     pytest.param("qwen3_moe", 4, {"data": 2, "expert": 2}, 3, marks=whole),
     ("deepseek_v3", 2, {"expert": 2}, 0),
     pytest.param("deepseek_v3", 4, {"expert": 2, "replicate": 2}, 3, marks=whole),

@@ -47,7 +47,7 @@ def saved(folder):
         state = stepped(sizes, k, optim.adam(1e-2))
         zerofn.save(folder / str(k), state)
         whole = zerofn.unshard(state)
-        for other in MESHES:
+        for other in (other for other in MESHES if other != sizes):
             mesh = Mesh.make(**other)
             cuts = zerofn.moe.cuts(init(), mesh) if mesh.size("expert") > 1 else None
             like = zerofn.shard(

@@ -25,7 +25,7 @@ CASES = [
     pytest.param("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses", marks=pytest.mark.whole),
     ("qwen3", 4, {"data": 2, "context": 2}, 2, "ring"),
     pytest.param("mixtral", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
-    ("qwen3_moe", 3, {"context": 3}, 2, "ulysses"),
+    pytest.param("qwen3_moe", 3, {"context": 3}, 2, "ulysses", marks=pytest.mark.whole),
     pytest.param("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring", marks=pytest.mark.whole),
     pytest.param("gpt2", 3, {"context": 3}, 1, "ulysses", marks=pytest.mark.whole),
     pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),

@@ -44,7 +44,7 @@ def sent_bytes(stage, num_microbatches, precision):
     return plan.sent, sum(counted)
 
 
-@pytest.mark.part(size=[1, 3])
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_bytes_on_the_wire_are_exact(ranks, size):
     for stage in range(4):

@@ -63,6 +63,7 @@ def resumed(folder, stage):
     return checkpoints.steps()
 
 
+@pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size, stage", [(1, 0), (2, 3), (3, 1)])
 def test_a_run_in_parts_is_the_run_in_one(ranks, tmp_path, size, stage):
     """What was trained since the last save is trained again."""

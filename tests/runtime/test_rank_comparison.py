@@ -60,7 +60,6 @@ def expected(width):
 
 
 @pytest.mark.part(num_ranks=[3], stage=[3])
-@pytest.mark.part(stage=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "stage", "options"),
     [

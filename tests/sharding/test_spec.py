@@ -193,8 +193,7 @@ def assert_close(mine, ours):
         torch.testing.assert_close(mine[1][key], x, rtol=1e-12, atol=1e-14, msg=key)
 
 
-@pytest.mark.part(name=["adamw", "drives"])
-@pytest.mark.part(name=["clipped"], sizes=[{"replicate": 2, "data": 2}])
+@pytest.mark.part(name=["adamw"])
 @pytest.mark.part(name=["sgd"], captured=[False])
 @pytest.mark.parametrize(
     ("sizes", "name", "captured", "num_microbatches"),

@@ -39,6 +39,7 @@ def one_step(network, n=1):
     return step
 
 
+@pytest.mark.part(n=[2])
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS.keys())
 @pytest.mark.parametrize("n", [1, 2], ids=["whole", "microbatches"])
 def test_a_step_called_without_grad_mode_gives_the_bits_of_plain_torch(build, n):
