@@ -169,6 +169,13 @@ def set_allocator(settings: str) -> None:
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
+def unowned(x: torch.Tensor) -> torch.Tensor:
+    """Return the same memory, for which somebody else is answerable: it is free once `x` is."""
+    whole = x.untyped_storage()
+    there = torch._C._construct_storage_from_data_pointer(whole.data_ptr(), x.device, whole.nbytes())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(there, x.storage_offset(), x.shape, x.stride())
+
+
 @contextlib.contextmanager
 def repeatable_cudnn() -> Iterator[None]:
     """cuDNN's algorithms repeat their results inside; also where its flags were frozen, as torch's own tests do."""

@@ -14,7 +14,7 @@ from zerofn import optim
 from zerofn._torch_compat import OpOverload
 from zerofn.cost.op_cost import touched_bytes
 from zerofn.graph.alias import is_view, writes
-from zerofn.graph.nested import REGION
+from zerofn.graph.nested import REGION, calls
 from zerofn.graph.phase import phase_of
 from zerofn.ops.registry import EXACT, FUSIBLE
 
@@ -103,6 +103,28 @@ def test_most_of_the_memory_that_a_compiler_could_fuse_is_touched_in_regions(nam
     inside = sum(touched_bytes(x) for call in found for x in call.body.graph.nodes)
     outside = sum(touched_bytes(x) for x in plan.program.gm.graph.nodes if may_be_fused(x))
     assert inside / (inside + outside) >= least
+
+
+def test_sizes_that_depend_on_data_stay_outside():
+    def step(state, x):
+        def loss_fn(p):
+            y = (x * p["w"]).tanh().exp()
+            return (y[x > 0].sin().sigmoid() * 2 + y.square().mean()).mean()
+
+        loss, grads = state.value_and_grad(loss_fn)()
+        return state.apply_gradients(grads), loss
+
+    def after(passes):
+        state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.sgd(0.1)))
+        run = zerofn.compile(step, passes=passes)
+        for k in range(3):
+            state, loss = run(state, torch.randn(9, 4, generator=torch.Generator().manual_seed(k)))
+        return loss, run.lower(state, torch.ones(9, 4)).program.gm
+
+    (expected, _), (loss, gm) = after(None), after(OUTLINED)
+    inside = {x for _, call in calls(gm) for x in targets(call.body)}
+    assert torch.equal(loss, expected) and torch.ops.aten.exp.default in inside
+    assert not inside & {torch.ops.aten.sin.default, torch.ops.aten.sigmoid.default}
 
 
 def may_be_fused(node):

@@ -2,7 +2,7 @@
 
 A number of the host that is baked in, an address that has changed and a draw with an old key show as wrong values.
 
-`ZEROFN_RUNTIME=replayed pytest tests/...` runs any test so: every step of one rank is recorded at its first call.
+`ZEROFN_RUNTIME=replayed pytest tests/...` runs any test so: every step is recorded at its first call.
 """
 
 import contextlib
@@ -14,15 +14,18 @@ from torch import Tensor
 from torch.fx.node import map_arg
 
 from zerofn._torch_compat import tree_leaves
-from zerofn.lowering import cuda_graphs
+from zerofn.lowering import cuda_graphs, segments
 from zerofn.random.draws import draws_with_generators
 from zerofn.runtime.backend import Eager
 from zerofn.runtime.executor import Executor, callable_of
 
 
-def record(gm, run, inputs, draws):
+def record(gm, run, values, allocate, draws):
     """A `Recorder` of the host. As on a device, what is recorded has not been computed yet."""
-    before = [x.clone() for x in inputs]
+    inputs = allocate(values)
+    for x, value in zip(inputs, values, strict=True):
+        cuda_graphs.once(x).copy_(cuda_graphs.once(value))
+    before = [cuda_graphs.once(x).clone() for x in inputs]
     calls, known, given = [], {}, iter(inputs)
     with torch.no_grad():
         for node in gm.graph.nodes:
@@ -37,7 +40,7 @@ def record(gm, run, inputs, draws):
             else:
                 results = list(map_arg(node.args[0], known.__getitem__))
         for x, value in zip(inputs, before, strict=True):
-            x.copy_(value)
+            cuda_graphs.once(x).copy_(value)
 
     def replay():
         draws.begin()
@@ -64,4 +67,5 @@ def replayed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Eager, "bind", bind)
         patch.setattr(cuda_graphs, "WARM_UP", 0)
+        patch.setattr(segments, "FEW", 1)
         yield

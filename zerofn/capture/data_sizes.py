@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from .._torch_compat import expression_of, tensor_in_mode
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import traits
+from ..graph.node_kinds import BOUNDED, traits
 from ..graph.program import Program
 from ..graph.source_lines import line_behind
 from ..util.nested_arguments import with_tensors
@@ -41,7 +41,7 @@ def bound_sizes(program: Program) -> None:
             if fresh := symbols - bounds.keys():
                 most = max((_numel(x.meta.get("val")) for x in node.all_input_nodes), default=0)
                 bounds |= dict.fromkeys(fresh, most)
-            node.meta["val"] = _with_bounds(value, bounds)
+            node.meta.update({"val": _with_bounds(value, bounds), BOUNDED: True})
 
 
 def _check(node: Node) -> None:

@@ -17,6 +17,7 @@ from .nested import is_result, runs_once
 ops = torch.ops.zerofn
 _DECODERS = {encode: decode for decode, encode in DECODES.items()}
 ASIDE = "aside"  # meta key of nodes that run on the host's update thread
+BOUNDED = "bounded"  # meta key of values with sizes that depend on data: what is known of them are upper bounds
 UPDATE = "update"  # meta key of reads from drives for an update rule
 
 

@@ -1,1 +1,1 @@
-"""Parts of a step that a compiler fuses."""
+"""Parts of a step that a compiler fuses, or that a device repeats alone."""

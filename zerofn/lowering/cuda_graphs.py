@@ -1,56 +1,58 @@
-"""CUDA graphs: a step on one device is recorded, and replayed by one call of the host.
+"""CUDA graphs: the segments of a step are recorded, and each is replayed by one call of the host.
 
-A graph replays kernels with the arguments that they had: addresses, and every number that the host passed. So a step
-falls in two. What is computed of scalars in host memory (keys, the step's number, schedules) runs at every call. The
-rest is recorded: those scalars come to it in memory of the device, each draw has a generator of its own, which is
-seeded before each replay, and the batch is copied into memory that stays. State has its address, since steps write
-over it; another state is recorded again.
+A graph replays kernels with the arguments that they had: addresses, and every number that the host passed. So what
+comes into a segment either has its address, as state, gathered units and what other segments have made, or is copied
+into memory of the recording: the batch, what transfers have made, scalars of the host. Each draw has a generator of its
+own, which is seeded before each replay. Another state, or a buffer that has moved, is recorded again.
+
+All segments of a step are recorded in one call, in the order in which they always run. So the memory of a value that
+nobody reads any more serves those after it, as in a step that is not recorded.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from .._torch_compat import OpOverload
+from .._torch_compat import unowned
 from ..graph.alias import is_written
-from ..graph.edit import clean, copied
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import call_of, is_nested
-from ..graph.node_kinds import ASIDE, is_ours, traits
 from ..graph.program import Program, tensor_of
-from ..job.step_order import meetings
 from ..memory.arena import Arenas
 from ..ops import cuda
-from ..ops.registry import ASKS_VALUES
 from ..passes import Pass
-from ..random.draws import draws_with_generators, is_draw, seed_of
+from ..random.draws import draws_with_generators, seed_of
 from ..runtime.backend import Eager
 from ..runtime.executor import Executor, Lowered
 from ..util.process import the
 from .inductor import Inductor
+from .segments import SEGMENT, Cut, Segment, cut
 
 log = logging.getLogger("zerofn")
 WARM_UP = 2  # calls that run operation by operation: kernels are compiled, tables made, workspaces allocated
 MOST = 8  # recordings of a step, after which it runs without
-_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
-_SHORT = (torch.bfloat16, torch.float16)
+
+
+Run = Callable[[list[Any]], list[Any]]  # empties the list
+Allocate = Callable[[Sequence[Any]], list[Any]]
 
 
 class Recorder(Protocol):
-    """Runs a graph once in a way that can be repeated, with the memory of these inputs. `draws` lends generators."""
+    """Runs a segment once in a way that can be repeated."""
 
     def __call__(
-        self, gm: GraphModule, run: Callable[[list[Any]], list[Any]], inputs: list[Any], draws: Draws
+        self, gm: GraphModule, run: Run, given: Sequence[Any], allocate: Allocate, draws: Draws
     ) -> tuple[list[Any], Callable[[], None]]:
-        """Return the results' memory, and what computes them again. Nothing has to be computed yet."""
+        """Return the results' memory, and what computes them again. Nothing may have been computed.
+
+        `allocate` makes the recording's inputs of those that are `given`; their memory is the recording's, as that of
+        what `run` makes. `draws` lends generators.
+        """
 
 
 class Draws:
@@ -78,16 +80,14 @@ class Draws:
 
 
 class Pool:
-    """The memory in which all recordings of the process compute, one after the other: their results are copied out of
-    it before the next begins.
-    """
+    """The memory in which all recordings of the process compute, step after step: what a step returns is copied out."""
 
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 
 def record_cuda_graph(
-    gm: GraphModule, run: Callable[[list[Any]], list[Any]], inputs: list[Any], draws: Draws
+    gm: GraphModule, run: Run, given: Sequence[Any], allocate: Allocate, draws: Draws
 ) -> tuple[list[Any], Callable[[], None]]:
     """The `Recorder` of CUDA."""
     graph = torch.cuda.CUDAGraph()
@@ -95,7 +95,7 @@ def record_cuda_graph(
         graph.register_generator_state(generator)
     where = torch.cuda.graph(graph, pool=the(Pool).handle, capture_error_mode="thread_local")
     with cuda.tables_kept() as tables, where:
-        out = run(inputs)
+        out = run(allocate(given))
 
     def replay(alive: Any = tables) -> None:
         graph.replay()
@@ -104,10 +104,10 @@ def record_cuda_graph(
 
 
 class Graphs:
-    """`backend="graphs"`, and "inductor+graphs": the step of one device is recorded as a CUDA graph and replayed.
+    """`backend="graphs"`, and "inductor+graphs": the segments of a step are recorded as CUDA graphs and replayed.
 
-    The host then takes one call for a step. A step that cannot be recorded runs as without, and a line in the log says
-    why. `inner`: the backend that says what runs.
+    On one device without offloading that is the whole step. What cannot be recorded runs between two segments, and a
+    line in the log says why. `inner`: the backend that says what runs.
     """
 
     def __init__(self, inner: Eager | Inductor, recorder: Recorder = record_cuda_graph, device: str = "cuda") -> None:
@@ -124,9 +124,10 @@ class Graphs:
 
 
 class Replayed:
-    """A `Runner` that replays the step. What cannot be recorded, and the first calls, run operation by operation.
+    """A `Runner` that replays the segments of a step. The first calls, and a step without segments, run operation by
+    operation.
 
-    `wrote`: as of an `Executor`. `device`: of the step; the host's for tests, with a recorder of their own.
+    `wrote`: as of an `Executor`. `device`: of the segments; the host's for tests, with a recorder of their own.
     """
 
     def __init__(
@@ -136,236 +137,180 @@ class Replayed:
         recorder: Recorder = record_cuda_graph,
         device: str = "cuda",
     ) -> None:
-        self._eager = Executor(program.gm, None, lowered)
-        self._recorder, self._name = recorder, program.name
+        self._program, self._lowered, self._device = program, lowered, device
+        self._executor = Executor(program.gm, None, lowered)
+        self._recorder = recorder
         self._calls = self._recordings = 0
-        self._recording: _Recording | None = None
-        self._why = _why_not(program, device)
-        self._told = False
+        self._segments: list[_Replay] = []
+        self._fixed: dict[int, int] = {}  # number of an input -> the address that was recorded
+        self._arenas: dict[int, int] | None = None  # None: nothing is recorded
+        self._why = ""
         self.wrote = False
-        if not self._why:
-            self._parts = _split(program)
-            self._on_host = Executor(self._parts.host)
-            self._on_device = Executor(self._parts.device, None, lowered)
 
     def run(self, inputs: list[Any]) -> list[Any]:
         """Run the step, and return its outputs in the graph's order."""
         self._calls += 1
-        if self._why or self._calls <= WARM_UP:
-            return self._as_it_is(inputs)
-        if self._recording is None or not self._recording.holds(inputs):
-            self._record(inputs)
-        return self._as_it_is(inputs) if self._recording is None else self._replay(inputs, self._recording)
+        if self._calls == WARM_UP + 1:
+            self._cut()
+        recording = bool(self._segments) and not self._holds(inputs)
+        if recording:
+            self._begin(inputs)
+        whole = False
+        try:
+            results = self._executor.run(inputs)
+            whole = True
+        finally:
+            self.wrote = self._executor.wrote
+            if recording:  # half a recording has memory that the other half would take
+                self._arenas = the(Arenas).addresses() if whole else None
+        if self._why and self._segments:
+            self._stop()
+        return results
 
     def close(self) -> None:
         """Free the recording and the graph's constants."""
-        self._recording = None
-        self._eager.close()
+        self._forget()
+        self._executor.close()
 
-    def _as_it_is(self, inputs: list[Any]) -> list[Any]:
-        if self._why and not self._told:
-            self._told = True
-            log.info("%s: runs without a CUDA graph: %s", self._name, self._why)
-        try:
-            return self._eager.run(inputs)
-        finally:
-            self.wrote = self._eager.wrote
+    def _cut(self) -> None:
+        """Cut the step into segments, or say why there are none."""
+        name, made = self._program.name, _cut_step(self._program, self._device)
+        if isinstance(made, str):
+            log.info("%s: runs without a CUDA graph: %s", name, made)
+            self._why = made
+            return
+        found, fixed = made
+        self._fixed = dict.fromkeys(fixed, 0)
+        self._executor.close()
+        self._executor = Executor(found.gm, None, self._lowered_or_replayed)
+        if found.between:
+            node, why = next(iter(found.between.items()))
+            log.info("%s: %d CUDA graphs run %d operations; %d others run between them, the first since %s %s",
+                     name, found.segments, found.inside, len(found.between), node, why)  # fmt: skip
 
-    def _record(self, inputs: list[Any]) -> None:
-        self._recording = None  # its memory is free for the next
+    def _lowered_or_replayed(self, gm: GraphModule) -> Any:
+        if SEGMENT not in gm.meta:
+            return self._lowered(gm) if self._lowered is not None else None
+        self._segments.append(_Replay(gm, Executor(gm, None, self._lowered).run, self))
+        return self._segments[-1]
+
+    def _holds(self, inputs: Sequence[Any]) -> bool:
+        """Return whether state and buffers have the memory that was recorded."""
+        same = all(inputs[k].data_ptr() == address for k, address in self._fixed.items())
+        return same and the(Arenas).addresses() == self._arenas
+
+    def _begin(self, inputs: Sequence[Any]) -> None:
+        """Let each segment be recorded at its next call."""
+        self._forget()
+        self._fixed = {k: inputs[k].data_ptr() for k in self._fixed}
         self._recordings += 1
         if self._recordings > MOST:
-            self._why = f"it was recorded {MOST} times, each time for another state or other buffers."
-            return
+            self.give_up(f"it was recorded {MOST} times, each time for another state or other buffers.")
+
+    def _forget(self) -> None:
+        for segment in self._segments:
+            segment.recording = None
+
+    def give_up(self, why: str) -> None:
+        """Record no more. The step in progress goes on as it can."""
+        self._why = self._why or why
+
+    def lose(self) -> None:
+        """Record anew at the next call: something is not where it was."""
+        self._arenas = None
+
+    def recorded(self, segment: _Replay, inputs: Sequence[Any]) -> _Recording | None:
+        """Return a recording of a segment, or None if that fails."""
+        if self._why:
+            return None
         try:
-            self._recording = _Recording(self._parts, self._on_host, self._on_device, inputs, self._recorder)
+            return _Recording(segment, inputs, self._recorder)
         except Exception as error:  # while recording nothing is computed, so nothing is lost
-            self._why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            self.give_up(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+            return None
 
-    def _replay(self, inputs: list[Any], recording: _Recording) -> list[Any]:
-        self.wrote = False
-        given = list(inputs)
-        inputs.clear()
-        values = self._on_host.run(list(given))
-        recording.fill(given, values)
-        meetings().settle()
-        self.wrote = True
-        recording.replay()
-        return recording.results(values)
+    def _stop(self) -> None:
+        log.info("%s: runs without a CUDA graph from here on: %s", self._program.name, self._why)
+        self._forget()
+        self._segments = []
+        self._executor.close()
+        self._executor = Executor(self._program.gm, None, self._lowered)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """A step in two. `host` takes the step's inputs and returns scalars: those of the step's results (`on_host`, their
-    places -> which scalar), and behind them those that `device` takes behind the step's inputs.
+class _Replay:
+    """What runs a segment: it is recorded at the first call."""
 
-    `fixed`: inputs of the device's part that keep their memory; the others are copied. `keys`: its inputs that only
-    draws read. `num_draws`: in it.
-    """
+    def __init__(self, gm: GraphModule, run: Run, owner: Replayed) -> None:
+        self.gm, self.as_it_is, self._owner = gm, run, owner
+        self.recording: _Recording | None = None
 
-    host: GraphModule
-    device: GraphModule
-    on_host: dict[int, int]
-    first: int
-    fixed: frozenset[int]
-    keys: frozenset[int]
-    num_draws: int
-    at: torch.device
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """Run the segment, and empty the list."""
+        if self.recording is None:
+            self.recording = self._owner.recorded(self, inputs)
+        elif not self.recording.holds(inputs):
+            self._owner.lose()
+            return self.as_it_is(inputs)
+        return self.as_it_is(inputs) if self.recording is None else self.recording.replay(inputs)
 
 
 class _Recording:
-    def __init__(
-        self, parts: _Parts, on_host: Executor, on_device: Executor, inputs: list[Any], recorder: Recorder
-    ) -> None:
-        self._parts = parts
-        given = [*inputs, *on_host.run(list(inputs))[parts.first :]]
-        self._static = [self._place(k, x) for k, x in enumerate(given)]
-        self._addresses = {k: given[k].data_ptr() for k in parts.fixed}
-        self._arenas = the(Arenas).addresses()
-        self._draws = Draws(parts.at, parts.num_draws)
+    def __init__(self, segment: _Replay, given: Sequence[Any], recorder: Recorder) -> None:
+        self._how: Segment = segment.gm.meta[SEGMENT]
+        self._static: dict[int, Tensor] = {}
+        self._addresses = {k: given[k].data_ptr() for k in self._how.fixed}
+        self._draws = Draws(self._how.at, self._how.num_draws)
         self._draws.begin()
         with draws_with_generators(self._draws.lend):
-            self._out, self._again = recorder(parts.device, on_device.run, list(self._static), self._draws)
-        places = {x.untyped_storage().data_ptr() for k, x in enumerate(given) if k in parts.fixed}
-        self._own = [isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in places for x in self._out]
+            out, self._again = recorder(segment.gm, segment.as_it_is, given, self._allocate, self._draws)
+        self._out = list(map(unowned, out))
+        self._first: list[Any] | None = out  # which hold the memory for as long as this call reads them
 
-    def _place(self, k: int, x: Any) -> Any:
-        if k in self._parts.fixed or k in self._parts.keys:
-            return x.clone() if k in self._parts.keys else x
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._parts.at).copy_(x)
+    def _allocate(self, given: Sequence[Any]) -> list[Any]:
+        inputs = []
+        for k, x in enumerate(given):
+            if k in self._how.keys:
+                self._static[k] = x = x.clone()
+            elif k not in self._how.fixed:
+                x = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=self._how.at)
+                self._static[k] = unowned(x)  # so that it is free once the segment has read it
+            inputs.append(x)
+        return inputs
 
     def holds(self, inputs: Sequence[Any]) -> bool:
-        """Return whether state and buffers have the memory that was recorded."""
-        same = all(inputs[k].data_ptr() == address for k, address in self._addresses.items())
-        return same and the(Arenas).addresses() == self._arenas
+        """Return whether what has an address is where it was."""
+        return all(inputs[k].data_ptr() == address for k, address in self._addresses.items())
 
-    def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> None:
-        """Put this step's batch and scalars where the recording reads them."""
-        for k, x in enumerate((*inputs, *values[self._parts.first :])):
-            if k not in self._parts.fixed:
-                self._static[k].copy_(x, non_blocking=True)
-
-    def replay(self) -> None:
+    def replay(self, inputs: list[Any]) -> list[Any]:
+        """Return the results, in memory that the next replay writes over. `inputs` is emptied."""
+        for k, static in self._static.items():
+            once(static).copy_(once(inputs[k]), non_blocking=True)
+        inputs.clear()
         self._draws.seed()
         self._again()
-
-    def results(self, values: Sequence[Any]) -> list[Any]:
-        """Return the step's results, in memory that the next replay leaves alone."""
-        found = [x.clone() if own else x for x, own in zip(self._out, self._own, strict=True)]
-        for place, k in self._parts.on_host.items():
-            found[place] = values[k]
-        return found
+        out, self._first = self._first or self._out, None
+        return list(out)
 
 
-# --- what can be recorded --------------------------------------------------------------------------------------------
+def once(x: Tensor) -> Tensor:
+    """Return the elements of a tensor without repetitions of the same memory, as in an expanded one."""
+    return x.as_strided([min(n, 1) if not by else n for n, by in zip(x.shape, x.stride(), strict=True)], x.stride())
 
 
-def _why_not(program: Program, device: str) -> str:
-    """Return why a step cannot be recorded, in a sentence; "" if it can."""
+def _cut_step(program: Program, kind: str) -> tuple[Cut, list[int]] | str:
+    """Return a step, cut into segments, and the numbers of inputs that keep their address; or why there are none."""
     complete_values(program.gm.graph)
-    if program.num_ranks > 1:
-        return "it runs on several ranks, whose transfers the host starts."
-    devices = {x.device for n in program.placeholders if (x := tensor_of(n)) is not None and x.dim()}
-    if len(devices) != 1 or next(iter(devices)).type != device:
-        names = ", ".join(sorted(map(str, devices))) or "no device"
-        return f"its state and batch lie on {names}; all must lie on one {device} device."
-    if any(x.layout != torch.strided for n in program.placeholders for x in tensors_of(n.meta.get("val"))):
-        return "its state or batch has sparse tensors."
-    for node in filter(is_written, program.placeholders):
-        if node in program.batch_placeholders or node.meta["val"].device.type != device:
-            return f"it writes to {node.name}, which is copied to memory of the recording."
-    on_host = _on_host(program.gm)
-    for node in program.gm.graph.nodes:
-        if node in on_host or node.op != "call_function":
-            continue
-        if any(x.device.type != device for x in tensors_of(node.meta.get("val"))):
-            return f"{node.name} ({node.target}) is computed in host memory."
-        if reason := _unrecordable(node, on_host, inside=False):
-            return f"{node.name} ({node.target}) {reason}"
-    return ""
-
-
-def _unrecordable(node: Node, on_host: Container[Node], inside: bool) -> str:
-    if any(x.layout != torch.strided for x in tensors_of(node.meta.get("val"))):
-        return "is a sparse tensor."
-    if node.op != "call_function" or node.target is operator.getitem:
-        return ""
-    if node.meta.get(ASIDE):
-        return "runs on the host's own thread."
-    if is_nested(node):
-        call = call_of(node)
-        assert call is not None
-        return next((why for x in call.body.graph.nodes if (why := _unrecordable(x, (), inside=True))), "")
-    if not isinstance(node.target, OpOverload):
-        return "runs graphs or functions of its own."
-    if node.target in ASKS_VALUES or any(tag in node.target.tags for tag in _TAGS):
-        return "asks the device for a value, or draws from torch's global generator."
-    if is_ours(node):
-        known = traits(node)
-        if known.moves or known.opaque or known.checks or known.stores or known.lends:
-            return "is done by the host."
-        if is_draw(node.target) and (inside or not is_draw(node.target, seeds=True)):
-            return "draws in a loop, or from torch's default generator."
-        return "makes a key in a loop." if inside and "fold_in" in str(node.target) else ""
-    scalars = [x for x in node.all_input_nodes if x in on_host or x.op != "call_function" and _is_scalar_of_host(x)]
-    if scalars and any(x.dtype in _SHORT for x in tensors_of(node.meta["val"])):
-        return "computes 16-bit values with a number of the host, which is rounded otherwise on the device."
-    return ""
-
-
-def _is_scalar_of_host(node: Node) -> bool:
-    value = tensor_of(node)
-    return value is not None and not value.dim() and value.device.type == "cpu"
-
-
-def _on_host(gm: GraphModule) -> dict[Node, None]:
-    """Return, in order, the operations that compute scalars in host memory of nothing but such scalars."""
-    found: dict[Node, None] = {}
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
-            continue
-        given = node.all_input_nodes
-        scalars = all(x in found or x.op != "call_function" and _is_scalar_of_host(x) for x in given)
-        if scalars and _is_scalar_of_host(node) and not is_draw(node.target) and not is_written(node):
-            found[node] = None
-    return found
-
-
-def _split(program: Program) -> _Parts:
-    gm, names = program.gm, {x.name for x in _on_host(program.gm)}
-    results = list(program.output.args[0])  # type: ignore[arg-type]
-    host, device = copied(gm), copied(gm)
-    inside = {x.name: x for x in host.graph.nodes}
-    wanted = [x for x in device.graph.nodes if x.name in names and any(u.name not in names for u in x.users)]
-    crossing = [x for x in wanted if any(u.name not in names and u.op != "output" for u in x.users)]
-    on_host = {k: x.name for k, x in enumerate(results) if isinstance(x, Node) and x.name in names}
-    scalars = list(dict.fromkeys(on_host.values()))
-    _give(host, [inside[name] for name in (*scalars, *(x.name for x in crossing))])
-    for x in [x for x in reversed(host.graph.nodes) if x.op == "call_function" and x.name not in names]:
-        host.graph.erase_node(x)  # what writes
-    last = [x for x in device.graph.nodes if x.op == "placeholder"][-1]
-    inputs = [x for x in device.graph.nodes if x.op == "placeholder"]
-    for x in crossing:
-        with device.graph.inserting_after(last):
-            last = device.graph.placeholder(f"{x.name}_of_host")
-        last.meta.update(x.meta)
-        x.replace_all_uses_with(last)
-        inputs.append(last)
-    kept = [None if k in on_host else x for k, x in enumerate(next(iter(reversed(device.graph.nodes))).args[0])]
-    _give(device, kept)
+    values = [x for n in program.gm.graph.nodes for x in tensors_of(n.meta.get("val"))]
+    devices = {x.device for x in values if x.device.type == kind}
+    if len(devices) != 1:
+        names = ", ".join(sorted({str(x.device) for x in values if x.dim()})) or "no device"
+        return f"its state and batch lie on {names}; all must lie on one {kind} device."
     num_state = len(program.placeholders) - len(program.batch.names)
-    known = [tensor_of(x) for x in inputs[:num_state]]
-    written = set(filter(is_written, inputs))
-    fixed = [k for k, x in enumerate(known) if x is not None and (x.dim() or inputs[k] in written)]
-    keys = [k for k, x in enumerate(inputs) if x.users and all(is_draw(u.target) and u.args[0] is x for u in x.users)]
-    num_draws = sum(is_draw(x.target) for x in device.graph.nodes if x.op == "call_function")
-    at = next(x.device for n in inputs if (x := tensor_of(n)) is not None and x.dim())
-    places = {k: scalars.index(name) for k, name in on_host.items()}
-    return _Parts(host, device, places, len(scalars), frozenset(fixed), frozenset(keys), num_draws, at)
-
-
-def _give(gm: GraphModule, results: Sequence[Any]) -> None:
-    """Let a graph return these values, and nothing that it does not need."""
-    output = next(iter(reversed(gm.graph.nodes)))
-    output.args = (list(results),)
-    clean(gm)
+    known = [(k, n, tensor_of(n)) for k, n in enumerate(program.placeholders[:num_state])]
+    at = devices.pop()
+    fixed = [k for k, n, x in known if x is not None and x.device == at and (x.dim() or kind != "cpu" or is_written(n))]
+    found = cut(program.gm, at, fixed)
+    if not found.segments:
+        node, why = next(iter(found.between.items()), ("it", "computes nothing."))
+        return f"{node} {why}"
+    return found, fixed

@@ -16,6 +16,7 @@ from ..graph.alias import is_view, writes
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import REGION, call
+from ..graph.node_kinds import BOUNDED
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.source_lines import OUTLINED
 from ..ops.registry import EXACT, FUSIBLE, OUT_GRADIENT
@@ -90,8 +91,9 @@ def _is_fusible(node: Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in tags or target._schema.is_mutable or is_view(node):
         return False
-    values = [x for n in (node, *node.all_input_nodes) for x in tensors_of(n.meta.get("val"))]
-    return _all_known(values) and not _makes_gradient(node)
+    around = (node, *node.all_input_nodes)
+    values = [x for n in around for x in tensors_of(n.meta.get("val"))]
+    return not any(BOUNDED in n.meta for n in around) and _all_known(values) and not _makes_gradient(node)
 
 
 def _all_known(values: Sequence[Tensor]) -> bool:
