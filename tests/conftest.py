@@ -19,7 +19,7 @@ pytest_plugins = ["tests.support.ranks", "tests.support.workers"]
 gc.disable()  # while tests are collected: a fifth of that time goes into modules, of which none is garbage
 
 # Every test here runs a program as a user does, in a process of its own.
-SLOW_FOLDERS = ("examples", "benchmarks", "system")
+SLOW_FOLDERS = ("examples", "benchmarks", "launch", "system")
 TESTS = Path(__file__).parent
 
 

@@ -11,6 +11,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support.small_steps import state_of, step_with
 
+pytestmark = pytest.mark.slow  # Dynamo's first capture
+
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_functions_and_parts_of_modules_that_were_compiled():

@@ -22,6 +22,8 @@ from zerofn import cli
 from zerofn.checkpoint import CheckpointError, folder, locations, owner
 from zerofn.util.process import the
 
+pytestmark = pytest.mark.slow  # programs in processes of their own, and S3
+
 PLACES = ("memory", "objects", "s3")
 
 

@@ -23,6 +23,8 @@ import sys, time, torch, zerofn
 from pathlib import Path
 from zerofn.checkpoint import owner, saving
 
+pytestmark = pytest.mark.slow  # programs in processes of their own
+
 path, seconds = Path(sys.argv[1]), float(sys.argv[2])
 check = owner.check_still
 owner.check_still = lambda *args: (print("saving", flush=True), time.sleep(seconds), check(*args))

@@ -19,6 +19,8 @@ JOB = """
 import os, sys, time, torch, zerofn
 from zerofn import optim
 
+pytestmark = pytest.mark.slow  # programs in processes of their own
+
 how = sys.argv[1]
 
 def train_step(state, batch):

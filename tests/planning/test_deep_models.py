@@ -10,6 +10,8 @@ from zerofn.interop.hf_config import step_of
 from zerofn.planning.deep_models import Estimator, depths_of, is_deep
 from zerofn.planning.plan_variants import ALL, BUDGET, Config, Initial, Layers, RowPlanner, Step
 
+pytestmark = pytest.mark.slow  # plans of deep models
+
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 256,

@@ -26,6 +26,8 @@ from zerofn.planning.plan_variants import Asked, Step, _usual_cuts
 from zerofn.planning.planner import plan_step
 from zerofn.util.process import the
 
+pytestmark = pytest.mark.slow  # whole tables of meshes
+
 NORMED = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3))
 LAYERS = 4
 PLAN = {str(3 * k): ("colwise", "rowwise")[k % 2] for k in range(LAYERS)}

@@ -10,6 +10,8 @@ from zerofn.cost.machine import KNOWN
 from zerofn.planning.plan_row import Config, Estimate, Needs, Row
 from zerofn.planning.search import Search
 
+pytestmark = pytest.mark.slow  # whole tables of meshes
+
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96,
