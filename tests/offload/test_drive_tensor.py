@@ -30,6 +30,7 @@ from zerofn.job.in_flight import pending
 from zerofn.memory.arena import Arena
 from zerofn.offload import drive_tensor
 from zerofn.offload.disk import pages, scratch_space
+from zerofn.offload.drive_tensor import DriveTensor
 from zerofn.offload.host_worker import HostWorker
 from zerofn.sharding.allocate import HELD, Filler
 from zerofn.util.process import instead
@@ -180,6 +181,25 @@ def test_units_are_not_held_until_all_their_leaves_are_there(tmp_path, monkeypat
     assert 0 < max(held) <= HELD
     assert_same_trees(zerofn.unshard(ours), zerofn.unshard(theirs))
     assert " on drives" in repr(state(offload=Offload(optimizer="nvme", path=tmp_path)))
+
+
+def test_what_was_read_is_written_from_where_it_is(tmp_path, monkeypatch):
+    """Other values, which fill no pages, are copied. Either way a region has what was written last."""
+    store, size, made = scratch_space((str(tmp_path),), pages(4 * 3000)), 3000, []
+    region = store.allocate(4 * size, "x")
+    x = DriveTensor(drive_tensor.handle_of(region), torch.float32, size)
+    aligned = drive_tensor.aligned
+    monkeypatch.setattr(drive_tensor, "aligned", lambda nbytes: (made.append(nbytes), aligned(nbytes))[1])
+    held = x.load()
+    assert not held.any()
+    x.save(held.copy_(torch.arange(size)))
+    assert made == [4 * size] and torch.equal(x.load(), torch.arange(size).float())
+    in_pages = aligned(8 * size).view(torch.int64)
+    for other in (torch.randn(size), torch.randn(2 * size)[::2], in_pages[:size].random_(9)):
+        made.clear()
+        x.save(other)
+        assert made == [4 * size] and torch.equal(x.load(), other.float())
+    store.close()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -11,10 +11,15 @@ import torch
 import torch._functorch.config
 
 import zerofn
+from tests.support import on_meta
 from tests.support.on_meta import DEVICE, scheduled
+from tests.support.small_steps import WIDTH
 from zerofn import optim, tree
 from zerofn.graph.node_kinds import ASIDE
 from zerofn.graph.resident import queued
+from zerofn.memory import pinned
+from zerofn.memory.host_allocator import in_huge_pages
+from zerofn.memory.pinned import PageLocked
 from zerofn.offload.copy_engine import CopyEngine
 from zerofn.offload.host_worker import BEHIND, HostWorker
 from zerofn.util.process import instead
@@ -76,22 +81,33 @@ def test_every_operation_has_its_tensors_in_one_place(tmp_path, monkeypatch, tie
         assert mixed(scheduled(tmp_path, tiers, precision, tx, on_nonfinite, share, monkeypatch).gm) == []
 
 
+def of_several_sizes(num_layers):
+    """Half of the layers have parameters of 10 pages, the others of a part of a page; two lie in between."""
+    sizes = [WIDTH, *[100] * (num_layers // 2), *[WIDTH] * (num_layers - num_layers // 2)]
+    return torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+
 @pytest.mark.part(num_layers=[2, 7])
 @pytest.mark.parametrize("num_layers", [2, 7, 20])
-def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, num_layers):
-    """Gradients and parameters, as many as queue for a thread that does nothing until it holds the next one back."""
-    gm = scheduled(tmp_path, {"optimizer": "cpu"}, None, CLIPPED, "ignore", 1.0, monkeypatch, num_layers).gm
-    jobs, there, most = [], {}, 0  # there: last job -> bytes
+@pytest.mark.parametrize("tx", [CLIPPED, SCHEDULED])
+def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, tx, num_layers):
+    """Gradients and parameters, as many as queue for a thread that does nothing until it holds the next one back, in
+    page-locked memory that is handed out again for the same size only.
+    """
+    monkeypatch.setattr(on_meta, "build", of_several_sizes)
+    monkeypatch.setattr(pinned, "_locked", lambda nbytes, index: in_huge_pages(pinned._Mapped, nbytes))
+    pool, device = PageLocked(), torch.device("cuda", 0)
+    gm = scheduled(tmp_path, {"optimizer": "cpu"}, None, tx, "ignore", 1.0, monkeypatch, num_layers).gm
+    jobs, there = [], {}  # there: last job -> memory
     for turn, node in itertools.product(range(3), gm.graph.nodes):
         if node.target is ops.bring.default and node.args[1].type == "cpu" and node.meta["val"].dim():
             while len(jobs) > BEHIND:
                 there.pop(jobs.pop(0), None)
             last = list(next(iter(node.users)).users)[-1]  # who updates with it, or copies it back
-            there.setdefault((turn, last), []).append(node.meta["val"].nbytes)
-            most = max(most, sum(itertools.chain(*there.values())))
+            there.setdefault((turn, last), []).append(pool.take(node.meta["val"].nbytes, device))
         if node.meta.get(ASIDE):
             jobs.append((turn, node))
-    assert queued(gm) == most > 0
+    assert sum(n * times for n, times in queued(gm).items()) == pool.nbytes > 0
 
 
 def test_what_lies_on_a_drive_is_updated_on_the_host(tmp_path, monkeypatch):

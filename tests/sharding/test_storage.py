@@ -11,6 +11,9 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captures_of, loss_of, scheduled, state_of, train_step_of
 from zerofn import optim, tree
+from zerofn.ops.codecs import CODECS, Codec
+from zerofn.sharding import storage
+from zerofn.sharding.storage import StorageSpec
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
@@ -148,3 +151,20 @@ def test_functional_call_sees_the_upper_half():
     x = torch.randn(2, 4).bfloat16()
     expected = functional_call(module, {n: rounded(p) for n, p in module.named_parameters()}, (x,))
     assert torch.equal(functional_call(module, zerofn.gather(params), (x,)), expected)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_a_large_leaf_is_stored_a_part_at_a_time(monkeypatch, codec):
+    """With the bits of the whole one, from an element inside a block on."""
+    at_once, encoded, encode = 1024, [], Codec.encode
+    monkeypatch.setattr(storage, "_AT_ONCE", at_once)
+    monkeypatch.setattr(Codec, "encode", lambda self, x: (encoded.append(x.numel()), encode(self, x))[1])
+    torch.manual_seed(0)
+    whole = torch.cat([torch.zeros(100), torch.rand(3000), torch.zeros(77)])
+    shard = StorageSpec(codec, torch.float32).keep(torch.zeros_like(whole))
+    encoded.clear()
+    shard.write(100, whole[100:3100])
+    assert len(encoded) == 4 and max(encoded) <= at_once
+    assert all(map(torch.equal, shard.tensors, encode(codec, whole)))
+    shard.write(50, whole[:0])
+    assert all(map(torch.equal, shard.tensors, encode(codec, whole)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import storage_key
 from ..dry_run.fake_machine import is_host
 from ..offload.host_worker import BEHIND
-from ..util.sizes import pages
+from ..util.sizes import PAGE, pages
 from .alias import roots, touches
 from .liveness import KINDS, Live, memory_bytes, tensors_of
 from .nested import call_of, graphs_of
@@ -35,11 +35,11 @@ class Resident(NamedTuple):
 def resident(program: Program) -> Resident:
     """Return the bytes of the state, the batch, closed-over tensors and static buffers.
 
-    `host` also includes the most activations that are offloaded at one time, and the most gradients and parameters that
-    wait for the host's updates.
+    `host` also includes activations that are offloaded, and gradients and parameters that wait for the host's updates:
+    of each size the most at one time, since page-locked memory is handed out again for the same size only.
     """
     device: Live = dict.fromkeys(KINDS, 0)
-    host, disk = offloaded(program.gm) + queued(program.gm), 0
+    host, disk = sum(n * times for n, times in (offloaded(program.gm) + queued(program.gm)).items()), 0
     placeholders = iter(program.placeholders)
     for cut in program.state.nodes:
         if cut is None:
@@ -91,35 +91,37 @@ def constants(gm: GraphModule) -> dict[int, int]:
     return {storage_key(x): memory_bytes(x) for x in values if isinstance(x, Tensor) and x.dim()}
 
 
-def offloaded(gm: GraphModule) -> int:
-    """Return the most bytes of activations that are offloaded to host memory at one time."""
+def offloaded(gm: GraphModule) -> Counter[int]:
+    """Return of each size, in bytes of whole pages, the most activations that are offloaded to host memory at one
+    time.
+    """
     nodes = list(gm.graph.nodes)
     copies_to_host = [n for n in nodes if _goes_to_host(n) and argument(n, "offloaded")]
-    change: dict[Node, int] = defaultdict(int)  # node -> by how much the offloaded bytes change when it has run
+    change: dict[Node, Counter[int]] = defaultdict(Counter)  # node -> how many of a size more there are behind it
     if copies_to_host:
         touched = touches(gm.graph, roots(gm.graph))
         for node in copies_to_host:
-            change[node] += memory_bytes(node.meta["val"])
-            change[touched[node][-1]] -= memory_bytes(node.meta["val"])
-    now = most = 0
+            change[node][_locked(node)] += 1
+            change[touched[node][-1]][_locked(node)] -= 1
+    now, most = Counter[int](), Counter[int]()
     for node in nodes:
         if call := call_of(node):
-            most = max(most, now + offloaded(call.body))
-        now += change[node]
-        most = max(most, now)
+            most |= now + offloaded(call.body)
+        now.update(change[node])
+        most |= now
     return most
 
 
-def queued(gm: GraphModule) -> int:
-    """Return the most bytes that wait in host memory at one time for the thread that updates there: gradients, and
-    parameters that return to the device.
+def queued(gm: GraphModule) -> Counter[int]:
+    """Return of each size, in bytes of whole pages, the most values that wait in host memory at one time for the thread
+    that updates there: gradients, and parameters that return to the device.
 
     They are sent when at most `BEHIND` of the thread's jobs are left, perhaps of the step before.
     """
     touched = touches(gm.graph, roots(gm.graph))
     jobs = {n: k for k, n in enumerate(x for x in gm.graph.nodes if x.meta.get(ASIDE))}
     waiting: list[tuple[int, float]] = []  # bytes, and the job after which they are freed
-    most = 0
+    most = Counter[int]()
     for turn in range(2):
         begun = turn * len(jobs)
         for node in gm.graph.nodes:
@@ -128,9 +130,14 @@ def queued(gm: GraphModule) -> int:
             if _goes_to_host(node) and not argument(node, "offloaded") and value is not None and value.dim():
                 last = max(jobs.get(x, -math.inf) for x in touched[node])
                 waiting = [x for x in waiting if x[1] >= begun - BEHIND]
-                waiting.append((memory_bytes(value), turn * len(jobs) + last))
-                most = max(most, sum(nbytes for nbytes, _ in waiting))
+                waiting.append((_locked(node), turn * len(jobs) + last))
+                most |= Counter(nbytes for nbytes, _ in waiting)
     return most
+
+
+def _locked(node: Node) -> int:
+    """Return the bytes that the host takes for a copy."""
+    return max(pages(memory_bytes(node.meta["val"])), PAGE)
 
 
 def _goes_to_host(node: Node) -> bool:

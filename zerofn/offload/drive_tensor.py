@@ -99,10 +99,11 @@ class DriveTensor:
         return buffer[: self.nbytes].view(self.dtype)
 
     def save(self, x: Tensor) -> None:
-        """Write its value now."""
-        buffer = aligned(self.nbytes)
-        buffer[: self.nbytes].view(self.dtype).copy_(x)
-        self.region.store.write(self.region, buffer).wait()
+        """Write its value now; what `load` returned, from where it is."""
+        if x.dtype != self.dtype or not _fills_pages(x):
+            buffer = aligned(self.nbytes)[: self.nbytes].view(self.dtype)
+            x = buffer.copy_(x)
+        self.region.store.write(self.region, _whole_pages(x)).wait()
 
 
 class _Work:
@@ -215,10 +216,20 @@ def aside_write_drive_(handle: Tensor, x: Tensor) -> None:
 def _write(handle: Tensor, x: Tensor) -> Request:
     """Start to write `x` [size] and the rest of its last page."""
     region = region_of(handle)
-    whole = torch.empty(0, dtype=torch.uint8).set_(
+    return region.store.write(region, _whole_pages(x))
+
+
+def _fills_pages(x: Tensor) -> bool:
+    """Return whether `x` [size] begins a page of host memory, and its storage goes on to the end of its last page."""
+    there = x.untyped_storage().nbytes() - x.storage_offset() * x.element_size()
+    return x.device.type == "cpu" and x.data_ptr() % PAGE == 0 and x.is_contiguous() and there >= pages(x.nbytes)
+
+
+def _whole_pages(x: Tensor) -> Tensor:
+    """Return uint8 [...], the memory of `x` [size] and the rest of its last page."""
+    return torch.empty(0, dtype=torch.uint8).set_(
         x.untyped_storage(), x.storage_offset() * x.element_size(), (pages(x.nbytes),), (1,)
     )
-    return region.store.write(region, whole)
 
 
 def _no_copy(handle: Tensor, x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ form directly.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from ..ops.codecs import PLAIN, Codec
 
 ops = torch.ops.zerofn
 StoredPart = Tensor | DriveTensor | HostTensor
+_AT_ONCE = 1 << 22  # elements: whole blocks of every codec
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,16 @@ class Stored:
             self.write(start, values)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Store `values` [n] as elements [start, start + n), in memory."""
+        """Store `values` [n] as elements [start, start + n), in memory.
+
+        `_AT_ONCE` are encoded at a time, so that an embedding is not held once more in each form.
+        """
+        stop = start + values.numel()
+        cuts = [start, *range(start - start % _AT_ONCE + _AT_ONCE, stop, _AT_ONCE), stop]
+        for a, b in itertools.pairwise(cuts):
+            self._write(a, values[a - start : b - start])
+
+    def _write(self, start: int, values: Tensor) -> None:
         first, parts = self._around(start, start + values.numel())
         if self.storage.codec.grain > 1:  # neighbours in the same blocks are encoded again
             whole = self.storage.codec.decode(parts)
