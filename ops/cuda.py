@@ -26,7 +26,7 @@ from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _UPDATES = ("update_whole", "update_half", "update_blocks")  # by the moments' format
-KERNELS = ("runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast")
+KERNELS = ("runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast", "fp8", "fp8_scale")
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block
 _RUN_BYTES = 64  # of a zf_run
@@ -131,7 +131,7 @@ def update_(
     counted = _scalar(count, torch.int64, device)
     runs = _runs_of(rule, table, hyper, counted, lr)
     kept = [part for moment in moments for part in pair(moment)]
-    _launch(
+    launch(
         _UPDATES[moment_format(moments[0]) if moments else 0],
         device,
         num_blocks(g.numel()),
@@ -156,7 +156,7 @@ def _runs_of(
     """The constants of each run, made on the device: uint8 [runs, bytes of one]."""
     device = table.device
     runs = torch.empty(len(table), _RUN_BYTES, dtype=torch.uint8, device=device)
-    _launch(
+    launch(
         "runs",
         device,
         -(-len(table) // 32),
@@ -194,7 +194,7 @@ def norms_and_extremes(
     sums = torch.empty(num_chunks, dtype=torch.float64, device=device)
     largest = torch.empty(num_chunks, dtype=torch.int32, device=device)
     results = torch.empty(2, num, device=device)
-    _launch(
+    launch(
         "chunks",
         device,
         num_chunks,
@@ -207,7 +207,7 @@ def norms_and_extremes(
         sums,
         largest,
     )
-    _launch("norms", device, num, table, num, sums, largest, results)
+    launch("norms", device, num, table, num, sums, largest, results)
     return results[0], results[1]
 
 
@@ -215,7 +215,7 @@ def split(p: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 -> (bfloat16, int16) of its shape, exact; a NaN becomes the one NaN. See formats.h."""
     check_tensor("split: p", p, (torch.float32,), device=p.device)
     hi, lo = torch.empty_like(p, dtype=torch.bfloat16), torch.empty_like(p, dtype=torch.int16)
-    _launch("split", p.device, num_blocks(p.numel()), p, hi, lo, p.numel())
+    launch("split", p.device, num_blocks(p.numel()), p, hi, lo, p.numel())
     return hi, lo
 
 
@@ -223,7 +223,7 @@ def high(p: Tensor) -> Tensor:
     """fp32 -> bfloat16, nearest, ties away from zero: the first of `split`."""
     check_tensor("high: p", p, (torch.float32,), device=p.device)
     hi = torch.empty_like(p, dtype=torch.bfloat16)
-    _launch("split", p.device, num_blocks(p.numel()), p, hi, None, p.numel())
+    launch("split", p.device, num_blocks(p.numel()), p, hi, None, p.numel())
     return hi
 
 
@@ -232,7 +232,7 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     check_tensor("join: hi", hi, (torch.bfloat16,), device=hi.device)
     check_tensor("join: lo", lo, (torch.int16,), hi.numel(), hi.device)
     p = torch.empty_like(hi, dtype=torch.float32)
-    _launch("joined", hi.device, num_blocks(hi.numel()), hi, lo, p, hi.numel())
+    launch("joined", hi.device, num_blocks(hi.numel()), hi, lo, p, hi.numel())
     return p
 
 
@@ -241,7 +241,7 @@ def encode(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     check_tensor("encode: x", x, (torch.float32,), device=x.device)
     codes = torch.empty_like(x, dtype=torch.uint8)
     scales = torch.empty(num_blocks(x.numel()), device=x.device)
-    _launch("encode", x.device, num_blocks(x.numel()), x, codes, scales, x.numel(), signed)
+    launch("encode", x.device, num_blocks(x.numel()), x, codes, scales, x.numel(), signed)
     return codes, scales
 
 
@@ -251,7 +251,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = Non
     check_tensor("decode: scales", scales, (torch.float32,), num_blocks(codes.numel()), codes.device)
     x = torch.empty_like(codes, dtype=torch.float32) if out is None else out
     check_tensor("decode: out", x, (torch.float32,), codes.numel(), codes.device)
-    _launch("decode", codes.device, num_blocks(codes.numel()), codes, scales, x, codes.numel(), signed)
+    launch("decode", codes.device, num_blocks(codes.numel()), codes, scales, x, codes.numel(), signed)
     return x
 
 
@@ -261,7 +261,7 @@ def cast(x: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None) ->
     if dtype not in GRADIENTS:
         raise TypeError(f"cast: dtype must be {' or '.join(map(str, GRADIENTS))}, and {dtype} came.")
     y = torch.empty_like(x, dtype=dtype)
-    _launch(
+    launch(
         "cast",
         x.device,
         num_blocks(x.numel()),
@@ -368,7 +368,7 @@ def _num_processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _launch(name: str, device: torch.device, num_warps: int, *arguments: Tensor | float | None) -> None:
+def launch(name: str, device: torch.device, num_warps: int, *arguments: Tensor | float | None) -> None:
     """Run a kernel with work for `num_warps` warps. Tensors go as addresses, None as 0, integers in 64 bits."""
     if reason := missing():
         raise RuntimeError(reason)

@@ -1,4 +1,4 @@
-"""Matrix products of float8 numbers: `zerofn::fp8_scale`, `fp8_codes`, `fp8_turned` and `fp8_mm`.
+"""Matrix products of float8 numbers: `zerofn::fp8_scale`, `fp8_codes`, `fp8_turned`, `fp8_both` and `fp8_mm`.
 
 [Note: float8 products] A tensor gets one scale, the recipe that torchao calls tensorwise; inputs and weights are e4m3,
 gradients of outputs e5m2 (Micikevicius et al. 2022, section 3). The scale is a power of two, the least with which the
@@ -8,7 +8,7 @@ of float8, since these are floating-point numbers themselves.
 
 Devices multiply rows by rows: a [m, k] by b [n, k], k contiguous in both. Forward that is x by w. Backward it is the
 gradient of the output by w turned, and that gradient turned by x turned. Codes are turned, so no number is rounded
-twice.
+twice. On a GPU one kernel makes both in one read (`csrc/cuda.cu`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import scaled_mm
+from . import cuda
+from .formats import kernels
+from .kernel_args import GRADIENTS
 from .registry import OnShard, Traits, define
 
 ALIGNED = 16  # devices multiply blocks of so many elements
@@ -35,6 +38,10 @@ def fp8_scale(x: Tensor, grad: bool) -> Tensor:
     of them is not finite.
     """
     top = torch.linalg.vector_norm(x, torch.inf).to(torch.float32)
+    if kernels(x) is cuda:
+        scale = torch.empty_like(top)
+        cuda.launch("fp8_scale", x.device, 1, top, grad, scale)
+        return scale
     bits = top.view(torch.int32) + (_UP - (_ROOM[grad] << _EXPONENT))
     scale = bits.clamp_(min=_LEAST).bitwise_and_(0xFF << _EXPONENT).view(torch.float32)
     return scale.add_(top - top)
@@ -42,16 +49,49 @@ def fp8_scale(x: Tensor, grad: bool) -> Tensor:
 
 def fp8_codes(x: Tensor, scale: Tensor, grad: bool) -> Tensor:
     """Numbers -> the bits of x / scale in float8, uint8: rounded to nearest, ties to even."""
+    if kernels(x) is cuda:
+        codes = x.new_empty(x.shape, dtype=torch.uint8)
+        _convert(x, scale, grad, codes, None)
+        return codes
     return torch.div(x, scale).to(_DTYPES[grad]).view(torch.uint8).contiguous()
 
 
-def fp8_turned(codes: Tensor) -> Tensor:
-    """Codes [m, k] -> their transpose in memory of its own, [k, m] with m rounded up to 16, and zeros there."""
-    rows, columns = codes.shape
-    out = codes.new_empty(columns, _aligned(rows))
-    out[:, :rows].copy_(codes.t())
-    out[:, rows:].zero_()
+def fp8_turned(x: Tensor, scale: Tensor | None = None, grad: bool = False) -> Tensor:
+    """Codes [m, k], or with a scale numbers -> their codes, turned in memory of their own: [k, m] with m rounded up to
+    16, and zeros there.
+    """
+    out = _empty_turned(x)
+    if kernels(x) is cuda:
+        _convert(x, scale, grad, None, out)
+        return out
+    codes = x if scale is None else fp8_codes(x, scale, grad)
+    out[:, : len(x)].copy_(codes.t())
+    out[:, len(x) :].zero_()
     return out
+
+
+def fp8_both(x: Tensor, scale: Tensor, grad: bool) -> tuple[Tensor, Tensor]:
+    """Numbers [m, k] -> (their codes, the codes turned)."""
+    if kernels(x) is cuda:
+        codes, out = x.new_empty(x.shape, dtype=torch.uint8), _empty_turned(x)
+        _convert(x, scale, grad, codes, out)
+        return codes, out
+    codes = fp8_codes(x, scale, grad)
+    return codes, fp8_turned(codes)
+
+
+def _empty_turned(x: Tensor) -> Tensor:
+    rows, columns = x.shape
+    return x.new_empty(columns, -(-rows // ALIGNED) * ALIGNED, dtype=torch.uint8)
+
+
+def _convert(x: Tensor, scale: Tensor | None, grad: bool, codes: Tensor | None, turned: Tensor | None) -> None:
+    """Fill codes, turned ones, or both, on a GPU."""
+    rows = x.contiguous().view(-1, x.shape[-1])
+    number = GRADIENTS.index(x.dtype) if scale is not None else None
+    high, (_, wide) = len(rows) if turned is None else turned.shape[1], rows.shape
+    num_warps = -(-high // 32) * -(-wide // 64)
+    cuda.launch("fp8", x.device, num_warps, rows, number, scale, grad, *rows.shape, codes, turned, high)
 
 
 def fp8_mm(
@@ -72,10 +112,6 @@ def fp8_mm(
     return (out if bias is None else out.add_(bias)).to(dtype)
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
-
-
 def _flops(given: Mapping[str, Any], result: Tensor) -> int:
     return 2 * result.numel() * int(given["a"].shape[1])
 
@@ -93,9 +129,15 @@ define(
     traits=Traits(OnShard.KEEPS),
 )
 define(
-    "fp8_turned(Tensor codes) -> Tensor",
+    "fp8_turned(Tensor x, Tensor? scale=None, bool grad=False) -> Tensor",
     fp8_turned,
-    lambda codes: codes.new_empty(codes.shape[1], _aligned(codes.shape[0])),
+    lambda x, scale=None, grad=False: _empty_turned(x),
+    traits=Traits(OnShard.REFUSED),
+)
+define(
+    "fp8_both(Tensor x, Tensor scale, bool grad) -> (Tensor, Tensor)",
+    fp8_both,
+    lambda x, scale, grad: (x.new_empty(x.shape, dtype=torch.uint8), _empty_turned(x)),
     traits=Traits(OnShard.REFUSED),
 )
 define(

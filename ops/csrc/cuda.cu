@@ -301,3 +301,60 @@ ZF_KERNEL zf_cast(const void *from, zf_i64 number, const float *factor, void *to
         store(to, width_of(to_number), at, size - at, now);
     }
 }
+
+/* --- float8 products -------------------------------------------------------------------------------------------- */
+
+// e5m2 of a gradient, e4m3 of other numbers, ties to even. Of numbers below the least normal one the sum rounds: a float
+// of its exponent has no room for what is below their last bit.
+ZF_GPU zf_u32 float8_of(float x, bool grad) {
+    const int digits = grad ? 2 : 3, drop = 23 - digits, bias = grad ? 15 : 7;
+    const zf_u32 bits = zf_bits(x), sign = bits >> 24 & 0x80u, size = bits & ZF_ABS;
+    if (size > ZF_INF) return sign | 0x7Fu;
+    if (size < (zf_u32)(128 - bias) << 23) {
+        const float room = zf_float((zf_u32)(151 - bias - digits) << 23);
+        return sign | (zf_bits(zf_float(size) + room) - zf_bits(room));
+    }
+    const zf_u32 nearest = size + ((1u << (drop - 1)) - 1u) + (size >> drop & 1u);
+    return sign | ((nearest >> drop) - ((zf_u32)(127 - bias) << digits));
+}
+
+// ops/fp8_products.py's `fp8_scale`, of the largest magnitude.
+ZF_KERNEL zf_fp8_scale(const float *top, zf_i64 grad, float *scale) {
+    if (warp_of() || lane_of()) return;
+    const zf_i32 bits = (zf_i32)zf_bits(*top) + 0x1FFFFF - ((grad ? 15 : 8) << 23), least_one = 27 << 23;
+    const float power = zf_float((zf_u32)(bits > least_one ? bits : least_one) & ZF_INF);
+    *scale = power + (*top - *top);
+}
+
+// Numbers [rows, columns], or codes where there is no scale -> their codes, and the same turned [columns, padded] with
+// zeros behind; either may be NULL. A scale is a power of two, so its inverse is exact. A thread takes 8 rows of 8
+// columns, a warp 32 rows of 64: it reads 128 bytes of bfloat16 in a row, and writes 64 and, turned, 32.
+ZF_KERNEL zf_fp8(const void *x, zf_i64 number, const float *scale, zf_i64 grad, zf_i64 rows, zf_i64 columns,
+                 void *codes, void *turned, zf_i64 padded) {
+    const float inverse = scale ? 1.0f / *scale : 0.0f;
+    const zf_i64 wide = (columns + 63) / 64, high = ((turned ? padded : rows) + 31) / 32;
+    for (zf_i64 tile = warp_of(); tile < wide * high; tile += num_warps()) {
+        const zf_i64 row = tile / wide * 32 + lane_of() / 8 * 8, column = tile % wide * 64 + lane_of() % 8 * 8;
+        const zf_i64 n = columns - column;
+        Eight found[8];
+        EACH(i) {
+            found[i] = {};
+            if (row + i >= rows || n <= 0) continue;
+            const zf_i64 at = (row + i) * columns + column;
+            found[i] = load(x, scale ? width_of(number) : 1, at, n);
+            if (scale) {
+                float y[8];
+                numbers(found[i], number, y);
+                EACH(k) set_byte(found[i], k, float8_of(y[k] * inverse, grad));
+            }
+            if (codes) store(codes, 1, at, n, found[i]);
+        }
+        if (!turned) continue;
+        EACH(k) {
+            if (k >= n) continue;
+            Eight down = {};
+            EACH(i) set_byte(down, i, byte_of(found[i], k));
+            store(turned, 1, (column + k) * padded + row, padded - row, down);
+        }
+    }
+}

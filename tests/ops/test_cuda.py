@@ -82,7 +82,7 @@ def device(request, monkeypatch):
     """Where the kernels run: on a GPU, or on the CPU thread by thread."""
     if request.param == "cpu":
         launch = kernels_on_cpu.launcher(request.getfixturevalue("library"), most_blocks=2)
-        monkeypatch.setattr(cuda, "_launch", launch)
+        monkeypatch.setattr(cuda, "launch", launch)
     return request.param
 
 
@@ -257,11 +257,11 @@ def test_scalars_may_be_numbers_or_of_another_dtype(device):
 
 def test_rules_and_formats_reach_the_kernels(device, monkeypatch):
     """The operations of a captured graph, which on this device go to `cpu` or here."""
-    called, launch = [], cuda._launch
+    called, launch = [], cuda.launch
     if device == "cpu":
         monkeypatch.setattr(update_rule, "kernels", lambda x: cuda)
         monkeypatch.setattr(formats, "kernels", lambda x: cuda)
-    monkeypatch.setattr(cuda, "_launch", lambda name, *rest: (called.append(name), launch(name, *rest)))
+    monkeypatch.setattr(cuda, "launch", lambda name, *rest: (called.append(name), launch(name, *rest)))
     p, g, moments, runs = update_case("adamw", "split", "fp32", torch.float32, 900, seed=8, strange=False)
     places = [runs["starts"], runs["stops"], runs["rates"], runs["decays"]]
     scalars = [torch.tensor(2), torch.tensor(0.5, dtype=torch.float64), torch.tensor(0.25), None, *places]
@@ -351,7 +351,7 @@ def test_casts_are_torchs(device):
 
 
 def test_bad_arguments_are_refused_before_anything_is_launched(monkeypatch):
-    monkeypatch.setattr(cuda, "_launch", lambda *a: pytest.fail("launched"))
+    monkeypatch.setattr(cuda, "launch", lambda *a: pytest.fail("launched"))
     x, one = torch.zeros(8), {"starts": [0], "stops": [9], "rates": [1.0], "decays": [0.0], "hyper": {}, "count": 1}
     with pytest.raises(ValueError, match=r"inside \[0, 8\)"):
         cuda.update_("sgd", [x], x, [], **one)
@@ -434,9 +434,9 @@ def test_kernels_are_launched_on_torchs_stream(monkeypatch, capability, wanted):
     monkeypatch.setattr(cuda, "_kernels", cuda._kernels.__wrapped__)
     monkeypatch.setattr(cuda, "_num_processors", cuda._num_processors.__wrapped__)
     x = torch.zeros(4)
-    cuda._launch("cast", torch.device("cuda", 1), 20, x, True, None, 0.5, 7)
-    cuda._launch("cast", torch.device("cuda", 1), 10**9)
-    cuda._launch("cast", torch.device("cuda", 1), 0)
+    cuda.launch("cast", torch.device("cuda", 1), 20, x, True, None, 0.5, 7)
+    cuda.launch("cast", torch.device("cuda", 1), 10**9)
+    cuda.launch("cast", torch.device("cuda", 1), 0)
     assert launched == [
         ("zf_cast", (3,), (256,), (x.data_ptr(), 1, 0, 0.5, 7), "torch's on 1"),
         ("zf_cast", (24,), (256,), (), "torch's on 1"),

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from zerofn.ops import fp8_products  # noqa: F401  (defines zerofn::fp8_mm)
+from tests.support import kernels_on_cpu
+from zerofn.ops import cuda, fp8_products
 
 ops = torch.ops.zerofn
 FORMATS = {False: (torch.float8_e4m3fn, 448.0), True: (torch.float8_e5m2, 57344.0)}
@@ -98,12 +99,63 @@ def test_a_product_is_that_of_the_decoded_numbers(grad, shape, with_bias, device
         assert ((found - theirs).double().abs() <= want.abs() / 128 + size * 1e-3).all()
 
 
+@each_device
+@each_format
 @pytest.mark.parametrize("rows", [1, 15, 16, 17])
-def test_codes_are_turned_with_zeros_behind(rows):
-    codes = torch.arange(rows * 32, dtype=torch.uint8).view(rows, 32)
-    turned = ops.fp8_turned(codes)
-    assert turned.is_contiguous() and turned.shape == (32, (rows + 15) // 16 * 16)
-    assert torch.equal(turned[:, :rows], codes.t()) and not turned[:, rows:].any()
+def test_codes_are_turned_with_zeros_behind(rows, grad, device):
+    x = numbers(rows, 32, device=device)
+    codes, scale = encoded(x, grad)
+    both = ops.fp8_both(x, scale, grad)
+    for turned in (ops.fp8_turned(codes), ops.fp8_turned(x, scale, grad), both[1]):
+        assert turned.is_contiguous() and turned.shape == (32, (rows + 15) // 16 * 16)
+        assert torch.equal(turned[:, :rows], codes.t()) and not turned[:, rows:].any()
+    assert torch.equal(both[0], codes)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return kernels_on_cpu.build(tmp_path_factory.mktemp("kernels"))
+
+
+@each_format
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 16), (16, 64), (33, 80), (70, 7), (64, 130)])
+def test_gpu_kernels_have_the_bits_of_torchs_operations(grad, dtype, shape, library, monkeypatch):
+    """Run thread by thread. Odd sizes, too, whose rows begin anywhere."""
+    x = numbers(*shape).clamp(-6e4, 6e4).to(dtype)
+    scale = ops.fp8_scale(x, grad)
+    codes, turned = ops.fp8_both(x, scale, grad)
+    monkeypatch.setattr(cuda, "launch", kernels_on_cpu.launcher(library, most_blocks=1))
+    monkeypatch.setattr(fp8_products, "kernels", lambda x: cuda)
+    assert torch.equal(ops.fp8_scale(x, grad), scale)
+    assert torch.equal(ops.fp8_codes(x, scale, grad), codes)
+    for found in (ops.fp8_turned(codes), ops.fp8_turned(x, scale, grad), ops.fp8_both(x, scale, grad)[1]):
+        assert torch.equal(found, turned)
+    assert torch.equal(ops.fp8_both(x, scale, grad)[0], codes)
+    assert torch.equal(ops.fp8_codes(x.t(), scale, grad), codes.t())
+
+
+@each_format
+def test_gpu_kernels_round_every_bfloat16_as_torch_does(grad, library, monkeypatch):
+    x = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
+    x = x.where(x.abs() <= FORMATS[grad][1], torch.nan)
+    one = torch.ones(())
+    codes = ops.fp8_codes(x, one, grad)
+    monkeypatch.setattr(cuda, "launch", kernels_on_cpu.launcher(library, most_blocks=1))
+    monkeypatch.setattr(fp8_products, "kernels", lambda x: cuda)
+    found = ops.fp8_codes(x, one, grad)
+    assert torch.equal(found[x.isfinite()], codes[x.isfinite()])
+    assert found.view(FORMATS[grad][0])[~x.isfinite()].isnan().all()
+
+
+@each_format
+def test_gpu_kernels_find_the_same_scale(grad, library, monkeypatch):
+    tops = [0.0, 1e-44, 1e-30, 1.0, 1.75, 1.7500001, 3e38, float("inf"), float("nan")]
+    want = torch.stack([ops.fp8_scale(torch.tensor([x, 0.0]), grad) for x in tops])
+    monkeypatch.setattr(cuda, "launch", kernels_on_cpu.launcher(library, most_blocks=1))
+    monkeypatch.setattr(fp8_products, "kernels", lambda x: cuda)
+    found = torch.stack([ops.fp8_scale(torch.tensor([x, 0.0]), grad) for x in tops])
+    assert torch.equal(found.nan_to_num(-1), want.nan_to_num(-1)) and want.isnan().sum() == 2
 
 
 def test_shapes_are_known_without_values():

@@ -42,7 +42,7 @@ def build(folder):
 
 
 def launcher(library, most_blocks):
-    """A `cuda._launch` that runs them. `most_blocks`: a grid smaller than the work goes over it more than once."""
+    """A `cuda.launch` that runs them. `most_blocks`: a grid smaller than the work goes over it more than once."""
 
     def launch(name, device, num_warps, *arguments):
         if not num_warps:

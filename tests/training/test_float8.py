@@ -193,7 +193,9 @@ def test_each_number_is_rounded_once_and_codes_are_saved_for_the_backward_pass()
     assert len(nodes_of(plan, "fp8_mm", FORWARD)) == 3 and len(nodes_of(plan, "fp8_mm")) == 3 + 3 + 1  # none for x
     scales = nodes_of(plan, "fp8_scale")
     assert len(scales) == 2 + 3 + 3  # of x and h; of three weights; of three gradients
-    assert len(set(nodes_of(plan, "fp8_codes"))) == 8 + 1  # the weight of c again, for the gradient of h
+    assert len(nodes_of(plan, "fp8_codes")) == 2 + 3  # and of c's gradient both, of those of a and b the turned ones
+    assert len(nodes_of(plan, "fp8_both")) == 1
+    assert len(nodes_of(plan, "fp8_turned")) == 2 + 2 + 1  # and x, h, and the weight of c for the gradient of h
     state, step = started("bf16")
     assert plan.flops == zerofn.compile(step).lower(state, batch_of(rows=16)).flops
 
@@ -285,10 +287,10 @@ def test_gathered_weights_and_codes_leave_memory_with_their_last_use():
     products = Products(zerofn.Fp8(), {"w": weight})
     with float8_products():
         nn.functional.linear(x, weight)
-        codes = products.codes_of(x)[0]
-        assert codes is products.codes_of(x)[0]
+        codes = products.codes_of(x).codes
+        assert codes is products.codes_of(x).codes
         x += 1
-        assert codes is not products.codes_of(x)[0]  # of other numbers
+        assert codes is not products.codes_of(x).codes  # of other numbers
     seen = [weakref.ref(weight), weakref.ref(x)]
     del weight, x
     assert [ref() for ref in seen] == [None, None]

@@ -61,18 +61,17 @@ class Products:
             why = self._found[name] = self._rule.why_not(name, weight, longest) or _unfit(x, weight)
         return not why and not _unfit(x, weight)
 
-    def codes_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes and the scale of a layer's input, made for the first of the layers that share it. What is
-        recomputed makes its own.
+    def codes_of(self, x: Tensor) -> _Codes:
+        """Return the codes of a layer's input, made for the first of the layers that share it. What is recomputed makes
+        its own.
         """
         key = x._version, backward_running()
-        known = self._inputs.get(x)
+        known: tuple[Any, _Codes] | None = self._inputs.get(x)
         if known is None or known[0] != key:
             with torch.no_grad():
                 scale = ops.fp8_scale(x.detach(), False)
-                known = self._inputs[x] = key, (ops.fp8_codes(x.detach(), scale, False), scale)
-        found: tuple[Tensor, Tensor] = known[1]
-        return found
+                known = self._inputs[x] = key, _Codes(ops.fp8_codes(x.detach(), scale, False), scale, _Turned())
+        return known[1]
 
 
 def _unfit(x: Tensor, weight: Tensor) -> str:
@@ -86,16 +85,46 @@ class _Weight(NamedTuple):
     name: str
 
 
+class _Turned:
+    """The codes of a layer's input, turned in the backward pass: for the first of the layers that share it, and kept
+    until the last.
+    """
+
+    def __init__(self) -> None:
+        self._num_readers, self._value = 0, None
+
+    def expect_reader(self) -> None:
+        self._num_readers += 1
+
+    def of(self, codes: Tensor) -> Tensor:
+        value: Tensor = ops.fp8_turned(codes) if self._value is None else self._value
+        self._num_readers -= 1
+        self._value = value if self._num_readers > 0 else None  # type: ignore[assignment]
+        return value
+
+
+class _Codes(NamedTuple):
+    codes: Tensor
+    scale: Tensor
+    turned: _Turned
+
+
 class _Product(torch.autograd.Function):
-    """x [m, k] @ weight.T + bias. `codes`, `scale`: of x. `turned`: the weight is [k, n], and not [n, k]."""
+    """x [m, k] @ weight.T + bias. `codes`, `scale`: of x. `turned`: the weight is [k, n], and not [n, k]. `x_turned`:
+    where the codes are turned.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, weight: Tensor, bias: Any, turned: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, codes: Tensor, scale: Tensor, weight: Tensor, bias: Any, turned: bool, x_turned: _Turned
+    ) -> Tensor:
         weight_scale = ops.fp8_scale(weight, False)
-        right = ops.fp8_codes(weight, weight_scale, False)
-        right = ops.fp8_turned(right) if turned else right
+        made = ops.fp8_turned if turned else ops.fp8_codes
+        right = made(weight, weight_scale, False)
         ctx.save_for_backward(weight, weight_scale, *((codes, scale) if ctx.needs_input_grad[3] else ()))
-        ctx.turned = turned
+        ctx.turned, ctx.x_turned = turned, x_turned
+        if ctx.needs_input_grad[3]:
+            x_turned.expect_reader()
         return ops.fp8_mm(codes, right, scale, weight_scale, bias, False, x.dtype)
 
     @staticmethod
@@ -108,20 +137,24 @@ class _Product(torch.autograd.Function):
         (dy,) = gradients
         weight, weight_scale, *given = ctx.saved_tensors
         scale = ops.fp8_scale(dy, True)
-        codes = ops.fp8_codes(dy, scale, True)
         by_x = by_weight = by_bias = None
+        if ctx.needs_input_grad[0] and ctx.needs_input_grad[3]:
+            codes, turned = ops.fp8_both(dy, scale, True)
+        elif ctx.needs_input_grad[0]:
+            codes = ops.fp8_codes(dy, scale, True)
+        else:
+            turned = ops.fp8_turned(dy, scale, True)
         if ctx.needs_input_grad[0]:
-            right = ops.fp8_codes(weight, weight_scale, False)
-            right = right if ctx.turned else ops.fp8_turned(right)
+            made = ops.fp8_codes if ctx.turned else ops.fp8_turned
+            right = made(weight, weight_scale, False)
             by_x = ops.fp8_mm(codes, right, scale, weight_scale, None, True, dy.dtype)
         if ctx.needs_input_grad[3]:
             x_codes, x_scale = given
-            left, right = ops.fp8_turned(codes), ops.fp8_turned(x_codes)
-            by_weight = ops.fp8_mm(left, right, scale, x_scale, None, True, weight.dtype)
+            by_weight = ops.fp8_mm(turned, ctx.x_turned.of(x_codes), scale, x_scale, None, True, weight.dtype)
             by_weight = by_weight.t() if ctx.turned else by_weight
         if ctx.needs_input_grad[4]:
             by_bias = dy.sum(0)
-        return by_x, None, None, by_weight, by_bias, None
+        return by_x, None, None, by_weight, by_bias, None, None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor | None:
@@ -132,9 +165,9 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Te
     products, name = mark
     if not products.takes(name, x, weight.t() if turned else weight):
         return None
-    codes, scale = products.codes_of(x)
+    codes, scale, x_turned = products.codes_of(x)
     rows, codes = (y.reshape(-1, x.shape[-1]) for y in (x, codes))
-    out: Tensor = _Product.apply(rows, codes, scale, weight, bias, turned)
+    out: Tensor = _Product.apply(rows, codes, scale, weight, bias, turned, x_turned)
     return out.view(*x.shape[:-1], out.shape[-1])
 
 
