@@ -144,5 +144,5 @@ define(
     "fp8_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, bool grad, ScalarType dtype) -> Tensor",
     fp8_mm,
     lambda a, b, a_scale, b_scale, bias, grad, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
-    traits=Traits(OnShard.REFUSED, flops=_flops),
+    traits=Traits(OnShard.REFUSED, flops=_flops, multiplies=_DTYPES[False]),
 )

@@ -68,8 +68,8 @@ class Traits:
     `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
     `opaque`: it runs a function of the user's, which values that no step has computed may not suit. `flops(given,
     result)`: its multiplications and additions, of the arguments by name and the result; by default torch's flop
-    counter says so. `touches(given, result)`: the bytes of memory that it reads and writes; by default each element of
-    its tensors once.
+    counter says so. `multiplies`: the dtype of the numbers that these multiply; by default the result's.
+    `touches(given, result)`: the bytes of memory that it reads and writes; by default each element of its tensors once.
     """
 
     on_shard: OnShard
@@ -89,6 +89,7 @@ class Traits:
     free: bool = False
     opaque: bool = False
     flops: Callable[[Mapping[str, Any], Any], int] | None = None
+    multiplies: torch.dtype | None = None
     touches: Callable[[Mapping[str, Any], Any], int] | None = None
 
 

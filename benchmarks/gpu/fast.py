@@ -34,7 +34,9 @@ HERE = Path(__file__).resolve().parents[1]  # benchmarks/
 PEAK = 989.4e12  # bf16 operations a second of an H100 or H200 SXM
 RATE, DECAY = 1e-4, 0.1
 WARM, STEPS = 5, 12
-SYSTEMS = ("torch", "torch compiled", "eager", "inductor", "graphs", "inductor+graphs")
+FP8 = " fp8"  # behind a backend's name: precision="fp8"
+SYSTEMS = ("torch", "torch compiled", "eager", "eager fp8", "inductor", "graphs", "inductor+graphs",
+           "inductor+graphs fp8")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,10 @@ class Workload:
     seconds: float
 
 
-WORKLOADS = {"gpt2": Workload(8, 1024, 60), "t5-large": Workload(16, 128, 60), "llama-1b": Workload(4, 4096, 90)}
+WORKLOADS = {"gpt2": Workload(8, 1024, 60), "t5-large": Workload(16, 128, 60), "llama-1b": Workload(4, 4096, 90),
+             "llama-wide": Workload(2, 4096, 90)}  # fmt: skip
+# Width, layers, heads, heads of keys and values, width inside, vocabulary. The wide one has 8 layers of Llama 3 8B.
+LLAMAS = {"llama-1b": (2048, 16, 32, 8, 8192, 128256), "llama-wide": (4096, 8, 32, 8, 14336, 32000)}
 
 
 def build(name: str, dry: bool) -> tuple[nn.Module, Callable[[nn.Module, Any], Tensor]]:
@@ -64,7 +69,7 @@ def build(name: str, dry: bool) -> tuple[nn.Module, Callable[[nn.Module, Any], T
         config: Any = hf.GPT2Config(**small, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False)
         net: Any = hf.GPT2LMHeadModel(config)
     else:
-        sizes = (32, 2, 4, 2, 64, 96) if dry else (2048, 16, 32, 8, 8192, 128256)
+        sizes = (32, 2, 4, 2, 64, 96) if dry else LLAMAS[name]
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
                  "vocab_size")  # fmt: skip
         config = hf.LlamaConfig(**dict(zip(names, sizes, strict=True)), tie_word_embeddings=True, use_cache=False)
@@ -77,7 +82,7 @@ def batch_of(name: str, dry: bool, device: str) -> dict[str, Tensor]:
     rows, length = (2, 8) if dry else (work.rows, work.length)
     if name == "t5-large":
         return model.batch_of("tiny" if dry else name, rows, device)
-    vocab = 96 if dry else 50257
+    vocab = 96 if dry else 32000 if name == "llama-wide" else 50257
     return {"ids": torch.randint(vocab, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)}
 
 
@@ -111,13 +116,14 @@ class Torch:
 
 
 class Ours:
-    """ZeroFn: bfloat16 parameters with float32 masters and moments."""
+    """ZeroFn: bfloat16 parameters with float32 masters and moments, and with `FP8` float8 products."""
 
-    def __init__(self, net: nn.Module, loss: Any, device: str, backend: str) -> None:
+    def __init__(self, net: nn.Module, loss: Any, device: str, system: str) -> None:
+        backend, precision = system.removesuffix(FP8), "fp8" if system.endswith(FP8) else "bf16"
         init = {k: p.detach() for k, p in net.named_parameters()}
         buffers = {k: x.to(device) for k, x in net.named_buffers()}
         tx = optim.adamw(RATE, weight_decay=DECAY)
-        self.state = zerofn.shard(zerofn.TrainState.create(params=init, tx=tx), precision="bf16", device=device)
+        self.state = zerofn.shard(zerofn.TrainState.create(params=init, tx=tx), precision=precision, device=device)
         self.planned = 0
 
         def loss_fn(params: Any, batch: Any) -> Tensor:

@@ -125,6 +125,22 @@ def test_a_product_takes_its_arithmetic_and_a_sum_its_bytes():
         assert roofline(machine)(total) == pytest.approx(12e6 / machine.memory_rate)
 
 
+def test_a_product_of_codes_takes_its_arithmetic_at_the_rate_of_float8():
+    """Where a machine's is not known, at that of float32."""
+    codes, scale = torch.zeros(1024, 2048, dtype=torch.uint8), torch.zeros(())
+    graph = Graph()
+    inputs = [graph.placeholder(f"x{k}") for k in range(4)]
+    for node, value in zip(inputs, (codes, codes, scale, scale), strict=True):
+        node.meta["val"] = value
+    product = graph.call_function(torch.ops.zerofn.fp8_mm.default, (*inputs, None, False, torch.bfloat16))
+    product.meta["val"] = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    machine = dataclasses.replace(KNOWN["H100-8"], launch=0.0, memory_rate=1e15)
+    without = dataclasses.replace(machine, flops={"float32": 1e12})
+    with FakeMachine(True, 1e9, 1e9)():
+        assert roofline(machine)(product) == pytest.approx(2 * 2**31 / machine.flops["float8_e4m3fn"])
+        assert roofline(without)(product) == pytest.approx(2 * 2**31 / 1e12)
+
+
 def test_what_leaves_a_number_takes_as_long_as_what_it_reads():
     graph = Graph()
     x = graph.placeholder("x")

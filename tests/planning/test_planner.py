@@ -50,6 +50,7 @@ def test_a_plan_is_what_the_step_on_such_a_machine_is(ranks, tmp_path, size):
         (1, "bf16", None),
         (2, None, None),
         (3, "fp16", None),
+        (3, "fp8", None),
         (3, None, tmp_path),
     ):
         here = ranks(size, real, stage, precision, folder)[0]
@@ -307,6 +308,7 @@ def test_rows_are_those_of_a_ranks_batch():
     ({"stage": 4}, "stage=4.* is not known"),
     ({"remat": "some"}, "remat='some'.* is not known"),
     ({"precision": "bf8"}, "bf8"),
+    ({"precision": "fp8", "machine": "A100-8"}, "needs an NVIDIA GPU.*this is machine 'A100-8', which has no 'float8"),
     ({"memory": "some"}, "is no amount of memory"),
 ])  # fmt: skip
 def test_bad_input(options, said):

@@ -22,6 +22,8 @@ from ..job.step_order import meetings
 from ..memory.turns import refuse_while_capturing
 from ..offload.disk.probe import probe
 from ..offload.policy import total_memory
+from ..ops.fp8_products import fp8_mm
+from ..sharding.float8 import multiplies
 from .host_share import dram_rate, link_rate
 from .machine import Machine, hops, this_hardware
 from .op_timer import once
@@ -46,6 +48,8 @@ def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     names = ("float32", "bfloat16", "float16") if device.type == "cuda" else ("float32", "bfloat16", "float64")
     flops = {name: _products(getattr(torch, name), device) for name in names}
+    if multiplies(device):
+        flops["float8_e4m3fn"] = _float8_products(device)
     x = torch.zeros(LARGE // 4, device=device)
     memory_rate = 2 * LARGE / _seconds(lambda: x.add_(1.0))
     launch = _launch(device)
@@ -98,6 +102,14 @@ def _products(dtype: torch.dtype, device: torch.device) -> float:
     side = SIDE[device.type]
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     return 2 * side**3 / _seconds(lambda: a @ b)
+
+
+def _float8_products(device: torch.device) -> float:
+    """Return the same of float8 numbers, which are there already."""
+    side = SIDE[device.type]
+    codes, scale = torch.zeros(side, side, dtype=torch.uint8, device=device), torch.ones((), device=device)
+    product = functools.partial(fp8_mm, codes, codes, scale, scale, None, False, torch.bfloat16)
+    return 2 * side**3 / _seconds(product)
 
 
 def _launch(device: torch.device) -> float:

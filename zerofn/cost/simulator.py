@@ -26,7 +26,7 @@ from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import call_of, is_region
-from ..graph.node_kinds import ASIDE, argument, reduces
+from ..graph.node_kinds import ASIDE, argument, reduces, traits
 from ..util.sizes import time_in_words
 from .links import SENT, Links
 from .machine import Machine, usual
@@ -243,7 +243,8 @@ def roofline(machine: Machine) -> Cost:
         )  # numbers may be on either device
         on_host = machine.device != "cpu" and all(is_host(x.device) for x in large)
         rate = machine.known("host_rate") / machine.ranks if on_host else machine.memory_rate
-        own = max(machine.launch, flops(node) / machine.rate_of(values[0].dtype), nbytes / rate)
+        products = flops(node) / machine.rate_of(traits(node).multiplies or values[0].dtype)
+        own = max(machine.launch, products, nbytes / rate)
         return max(own, of_graphs(node, cost))
 
     return cost

@@ -26,6 +26,7 @@ from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
+from ..sharding.float8 import refuse
 from ..sharding.partition import STAGES, Partition, check_stage
 from ..sharding.precision import Precision, resolve
 from ..sharding.shard import initial, shard_fake
@@ -138,6 +139,9 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
         check_stage(stage)
     usual = (halves(machine), None) if machine.device != "cpu" else (None,)
     precisions = usual if asked.precision == ALL else listed(asked.precision)
+    for each in precisions:
+        if resolve(each).fp8 and machine.device != "cpu" and "float8_e4m3fn" not in machine.flops:
+            refuse(f"machine {machine.name!r}, which has no 'float8_e4m3fn' among its flops")
     remats = (None,) if asked.remat == ALL else listed(asked.remat)
     for how in remats:
         if how not in REMATS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -53,15 +54,29 @@ class Fp8:
 
 def check_device(device: torch.device) -> None:
     """Raise `ValueError` for a device without float8 products. The CPU emulates them."""
-    if device.type in ("cpu", "meta"):
-        return
-    name = device.type
-    if name == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability >= _FIRST:
-            return
-        name = f"{torch.cuda.get_device_name(device)} of compute capability {'.'.join(map(str, capability))}"
+    if device.type not in ("cpu", "meta") and not multiplies(device):
+        refuse(_name_of(device))
+
+
+def multiplies(device: torch.device) -> bool:
+    """Return whether a device has float8 products."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FIRST
+
+
+def refuse(name: str) -> NoReturn:
+    """Raise `ValueError` for a device or machine without float8 products."""
     raise ValueError(
-        f"precision='fp8' needs an NVIDIA GPU of compute capability {'.'.join(map(str, _FIRST))} or newer, such as an "
-        f"L4, L40S, H100 or B200, and this is {name}. Write precision='bf16'."
+        f"precision='fp8' needs an NVIDIA GPU of compute capability {_words(_FIRST)} or newer, such as an L4, L40S, "
+        f"H100 or B200, and this is {name}. Write precision='bf16'."
     )
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return device.type
+    capability = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} of compute capability {_words(capability)}"
+
+
+def _words(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
