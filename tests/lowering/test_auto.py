@@ -1,16 +1,19 @@
 """`backend="auto"`: eager, then compiled, at one call of all ranks."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import zerofn
 from tests.lowering.test_plans import NBYTES, SLOW, a_region_of_two
+from tests.support.captured_steps import rank
 from tests.support.outlined_steps import step_of
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import captures_of
 from zerofn.cost.simulator import roofline
+from zerofn.graph.nested import REGION
 from zerofn.lowering import aside, auto, regions
 from zerofn.util.process import instead, the
 
@@ -89,6 +92,33 @@ def test_ranks_take_regions_of_another_process_at_one_call(ranks):
     (at, params), other = ranks(2, on_rank, timeout=300.0)
     assert at > FEW and other[0] == at
     assert_same_trees(other[1], params)
+
+
+def lacking_on_one():
+    """On a rank: (whether regions are taken, those that are, those left out), where rank 1 lacks one."""
+    dist_rank, seen = rank(), []
+
+    def known(gm):
+        name = gm.meta[REGION]
+        seen.append(name)
+        return None if dist_rank == 1 and name == seen[0] else regions.Region(lambda inputs: gm(*inputs))
+
+    with pytest.MonkeyPatch.context() as patch, instead(regions.Compiled()):
+        for name, value in {"FIRST": 2, "EVERY": 1, "STEPS": 1e9, "known": known, "missing": lambda gm: ""}.items():
+            patch.setattr(auto, name, value)
+        patch.setattr(auto, "done_file", lambda gms: Path(__file__))
+        step, state, rows = step_of("blocks", backend="auto")
+        for _ in range(40):
+            state, _ = step(state, rows)
+            (entry,) = captures_of(step)
+            if entry.runner.taken:
+                break
+        return entry.runner.taken, sorted(entry.backend.agreed), len(auto._unique(entry.program.gm))
+
+
+def test_a_region_that_one_rank_lacks_is_taken_by_none(ranks):
+    (taken, names, num), other = ranks(2, lacking_on_one)
+    assert taken and 0 < len(names) < num and other == (taken, names, num)
 
 
 def test_what_is_saved_are_passes_over_memory():

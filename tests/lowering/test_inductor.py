@@ -1,14 +1,19 @@
 """Regions that are compiled: to rounding of the eager step, with the same bits at every stage."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import zerofn
+from tests.lowering.test_cuda_graphs import same
+from tests.lowering.test_regions import sum_of_two
+from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
 from zerofn.lowering import inductor, regions
-from zerofn.util.process import instead
+from zerofn.util.process import instead, the
 
 pytestmark = pytest.mark.slow  # Inductor compiles
 
@@ -80,3 +85,75 @@ def test_shapes_that_change_at_every_step_are_compiled_a_few_times(monkeypatch, 
             compiled_until_then = len(seen)
     assert len(seen) == compiled_until_then
     assert caplog.text.count("regions were compiled for each") == 1
+
+
+def added(gm, fakes, mode, options):
+    """A compiler whose regions are off by one."""
+
+    def run(inputs):
+        results = gm(*inputs)
+        inputs.clear()
+        return [x + 1 for x in results]
+
+    return run, b""
+
+
+def test_a_region_that_takes_more_memory_than_planned_runs_as_it_is(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(regions, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(regions, "compile_graph", added)
+    monkeypatch.setattr(regions, "bytes_taken", lambda run: 10**9)
+    assert_same_trees(small(backend="inductor"), small())
+    assert "runs operation by operation: MemoryError: it takes 1 GB, and they take 6" in caplog.text
+
+
+def test_what_a_region_takes_is_measured(monkeypatch, tmp_path):
+    def wasteful(gm, fakes, mode, options):
+        def run(inputs):
+            more = torch.empty(10**6)
+            return gm(*inputs) if len(more) else []
+
+        return run, b""
+
+    monkeypatch.setattr(regions, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(regions, "compile_graph", wasteful)
+    gm = sum_of_two(3.0)
+    with pytest.raises(MemoryError, match="it takes 4 MB, and they take 6"):
+        regions.compiled(gm)
+    monkeypatch.setattr(regions, "LEAST", 4 * 10**6)
+    assert regions.compiled(gm).most == 4 * 10**6 + 2 * 4 * 16 and regions.known(gm)
+
+
+def left_out(folder, fails_at):
+    """On a rank: (the results, which regions are left out), where rank 1 fails to compile from its n-th region on."""
+    seen = []
+
+    def compiles(gm, *more):
+        seen.append(gm)
+        if rank() == 1 and len(seen) >= fails_at:
+            raise RuntimeError("no space left on device")
+        return added(gm, *more)
+
+    with pytest.MonkeyPatch.context() as patch, instead(regions.Compiled()):
+        patch.setattr(regions, "_folder", lambda: Path(folder))
+        patch.setattr(regions, "compile_graph", compiles)
+        found = small(backend="inductor")
+        assert fails_at > 1 or same(found, small()) and len(seen) > 1
+        return found, sorted(the(regions.Compiled).left_out), len(seen)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_what_one_rank_cannot_compile_no_rank_runs_compiled(ranks, tmp_path, fails_at):
+    (a, names, num), (b, others, _) = ranks(2, left_out, str(tmp_path), fails_at)
+    assert names == others and len(names) == num - fails_at + 1 > 0
+    assert_same_trees(a[1], b[1])
+
+
+def test_the_log_says_what_was_compiled(monkeypatch, caplog, tmp_path):
+    caplog.set_level("INFO", "zerofn")
+    monkeypatch.setattr(regions, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(regions, "compile_graph", added)
+    small(backend="inductor")
+    (said,) = [x for x in caplog.messages if "distinct regions" in x]
+    num = len(the(regions.Compiled).regions)
+    assert said.startswith(f"train_step: {num} distinct regions in ")
+    assert said.endswith(f"{num} compiled here, 0 read from the disk, 0 run operation by operation.")

@@ -98,8 +98,8 @@ def test_a_process_reads_what_another_compiled(no_files, monkeypatch):
 def test_a_damaged_file_is_made_again(no_files):
     assert run(sum_of_two(3.0))
     (file,) = no_files.glob("*.region")
-    shared, content = pickle.loads(file.read_bytes())
-    for damaged in (b"", file.read_bytes()[:100], pickle.dumps((shared, content[:50]))):
+    shared, most, content = pickle.loads(file.read_bytes())
+    for damaged in (b"", file.read_bytes()[:100], pickle.dumps((shared, most, content[:50]))):
         file.write_bytes(damaged)
         with instead(regions.Compiled()):
             assert run(sum_of_two(3.0))

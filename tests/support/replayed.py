@@ -62,7 +62,9 @@ def replayed():
     """Inside, the eager backend replays."""
 
     def bind(self, program, tick=None):
-        return Executor(program.gm, tick) if tick else cuda_graphs.Replayed(program, None, record, "cpu")
+        return (
+            Executor(program.gm, tick) if tick else cuda_graphs.Replayed(program, Executor(program.gm), record, "cpu")
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Eager, "bind", bind)

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule
 from .._torch_compat import FakeTensorMode, LazyGraphModule, OpOverload
 from ..graph.liveness import tensors_of
 from ..graph.nested import REGION
-from .regions import compiled, file_of
+from .regions import Like, compiled, file_of
 
 _PROGRAM = "import sys; from zerofn.lowering.aside import compile_all; compile_all(sys.argv[1])"
 
@@ -72,7 +72,7 @@ def _described(gm: GraphModule) -> tuple[str, list[Any]]:
     for x in gm.graph.nodes:
         if x.op == "placeholder":
             (like,) = tensors_of(x.meta["val"])
-            nodes.append((x.op, x.name, (tuple(like.shape), like.stride(), like.dtype, like.device), {}))
+            nodes.append((x.op, x.name, Like.of(like), {}))
         else:
             target = str(x.target) if isinstance(x.target, OpOverload) else x.target
             args, kwargs = torch.fx.node.map_arg((x.args, x.kwargs), order.__getitem__)
@@ -86,9 +86,8 @@ def _made_of(described: tuple[str, list[Any]]) -> GraphModule:
     with FakeTensorMode():
         for op, target, args, kwargs in nodes:
             if op == "placeholder":
-                shape, stride, dtype, device = args
                 made.append(graph.placeholder(target))
-                made[-1].meta["val"] = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                made[-1].meta["val"] = args.empty()
             elif op == "output":
                 graph.output(_put(args[0], made))
             else:

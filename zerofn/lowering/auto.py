@@ -50,8 +50,9 @@ class Auto(Inductor):
         self._runners: weakref.WeakSet[_Runner] = weakref.WeakSet()
         self._calls = 0
         self._at: int | None = None  # the call at which regions are taken, or NEVER, once it is known
-        self._waits_for: list[GraphModule] = []
-        self._ready = False
+        self._regions: list[GraphModule] = []
+        self._waits = self._ready = False
+        self.agreed: set[str] = set()  # the names of regions that every rank has
 
     def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
         """Return an executor of the graph, which takes regions when they are there. `tick`: see `Executor`."""
@@ -77,29 +78,43 @@ class Auto(Inductor):
 
     def _decide(self, program: Program) -> None:
         saved, regions = _saved(program.gm, roofline(usual_for(program.gm))), _unique(program.gm)
+        self._regions = regions
         if not regions or saved * STEPS < SECONDS * len(regions) or missing(program.gm):
             return
-        self._waits_for = regions
+        self._waits = True
         if not done_file(regions).exists() and os.environ.get("LOCAL_RANK", "0") == "0":
             start(regions)
 
     def _look(self) -> None:
-        """See whether all ranks have their regions. The first then says at which call they are taken."""
+        """See whether all ranks have their regions. The first then says at which call they are taken, and which not."""
         rank, size = rank_and_size()
         store = store_of_job() if size > 1 else None
-        if not self._ready and (not self._waits_for or done_file(self._waits_for).exists()):
+        if not self._ready and (not self._waits or done_file(self._regions).exists()):
             self._ready = True
-            if store is not None:
-                store.set(f"{self._key} of {rank}", "ready" if self._waits_for else "none")
+            lacking = [x.meta[REGION] for x in self._regions if known(x) is None]
+            mine = " ".join(["ready" if self._waits else "none", *lacking])
+            if store is None:
+                self._agree(f"{self._calls if self._waits else NEVER} {mine}")
+            else:
+                store.set(f"{self._key} of {rank}", mine)
         if store is None:
-            self._at = (self._calls if self._waits_for else NEVER) if self._ready else None
-        elif rank == 0 and self._ready:
-            found = [store.get(f"{self._key} of {k}") for k in range(size)]
-            if all(found):
-                self._at = self._calls + 2 * EVERY if "ready" in found else NEVER  # each rank looks once until then
-                store.set(self._key, str(self._at))
-        elif rank != 0 and (at := store.get(self._key)) is not None:
-            self._at = int(at)
+            return
+        if rank == 0 and self._ready:
+            found = [x for k in range(size) if (x := store.get(f"{self._key} of {k}"))]
+            if len(found) == size:
+                ready = any(x.startswith("ready") for x in found)
+                at = self._calls + 2 * EVERY if ready else NEVER  # each rank looks once until then
+                said = " ".join([str(at), *found])
+                store.set(self._key, said)
+                self._agree(said)
+        elif rank != 0 and (told := store.get(self._key)) is not None:
+            self._agree(told)
+
+    def _agree(self, said: str) -> None:
+        """Note at which call regions are taken, and all but those that a rank lacks."""
+        at, *lacking = said.split()
+        self._at = int(at)
+        self.agreed = {x.meta[REGION] for x in self._regions}.difference(lacking)
 
 
 class _Runner(Executor):
@@ -119,7 +134,8 @@ class _Runner(Executor):
         """Run compiled what is compiled, from here on."""
         log.info("%s runs its regions compiled from here on.", self._program.name)
         self.taken = True
-        super().__init__(self._program.gm, self._tick, known)
+        agreed = self._backend.agreed
+        super().__init__(self._program.gm, self._tick, lambda gm: known(gm) if gm.meta[REGION] in agreed else None)
 
 
 def _regions(gm: GraphModule) -> Iterator[tuple[Node, GraphModule, int]]:

@@ -28,9 +28,9 @@ from ..ops import cuda
 from ..passes import Pass
 from ..random.draws import draws_with_generators, seed_of
 from ..runtime.backend import Eager
-from ..runtime.executor import Executor, Lowered
+from ..runtime.executor import Executor
 from ..util.process import the
-from .inductor import Inductor
+from .inductor import Inductor, Regions
 from .segments import SEGMENT, Cut, Segment, cut
 
 log = logging.getLogger("zerofn")
@@ -119,27 +119,22 @@ class Graphs:
 
     def bind(self, program: Program) -> Replayed:
         """Return a runner that records the step at its third call."""
-        lowered = self._inner.lowered(program) if isinstance(self._inner, Inductor) else None
-        return Replayed(program, lowered, *self._how)
+        return Replayed(program, self._inner.bind(program), *self._how)
 
 
 class Replayed:
     """A `Runner` that replays the segments of a step. The first calls, and a step without segments, run operation by
     operation.
 
-    `wrote`: as of an `Executor`. `device`: of the segments; the host's for tests, with a recorder of their own.
+    `wrote`: as of an `Executor`. `eager`: what runs the step so. `device`: of the segments; the host's for tests, with
+    a recorder of their own.
     """
 
     def __init__(
-        self,
-        program: Program,
-        lowered: Lowered | None = None,
-        recorder: Recorder = record_cuda_graph,
-        device: str = "cuda",
+        self, program: Program, eager: Executor, recorder: Recorder = record_cuda_graph, device: str = "cuda"
     ) -> None:
-        self._program, self._lowered, self._device = program, lowered, device
-        self._executor = Executor(program.gm, None, lowered)
-        self._recorder = recorder
+        self._program, self._device, self._recorder = program, device, recorder
+        self._executor = self._eager = eager
         self._calls = self._recordings = 0
         self._segments: list[_Replay] = []
         self._fixed: dict[int, int] = {}  # number of an input -> the address that was recorded
@@ -171,6 +166,17 @@ class Replayed:
         """Free the recording and the graph's constants."""
         self._forget()
         self._executor.close()
+        self._eager.close()
+
+    @property
+    def left_out(self) -> set[str]:
+        """The names of regions that run operation by operation."""
+        return self._eager.left_out if isinstance(self._eager, Regions) else set()
+
+    def leave_out(self, names: set[str]) -> None:
+        """Run these operation by operation, too."""
+        if isinstance(self._eager, Regions):
+            self._eager.leave_out(names)
 
     def _cut(self) -> None:
         """Cut the step into segments, or say why there are none."""
@@ -181,7 +187,6 @@ class Replayed:
             return
         found, fixed = made
         self._fixed = dict.fromkeys(fixed, 0)
-        self._executor.close()
         self._executor = Executor(found.gm, None, self._lowered_or_replayed)
         if found.between:
             node, why = next(iter(found.between.items()))
@@ -189,9 +194,10 @@ class Replayed:
                      name, found.segments, found.inside, len(found.between), node, why)  # fmt: skip
 
     def _lowered_or_replayed(self, gm: GraphModule) -> Any:
+        lowered = self._eager.lowered
         if SEGMENT not in gm.meta:
-            return self._lowered(gm) if self._lowered is not None else None
-        self._segments.append(_Replay(gm, Executor(gm, None, self._lowered).run, self))
+            return None if lowered is None else lowered(gm)
+        self._segments.append(_Replay(gm, Executor(gm, None, lowered).run, self))
         return self._segments[-1]
 
     def _holds(self, inputs: Sequence[Any]) -> bool:
@@ -234,7 +240,7 @@ class Replayed:
         self._forget()
         self._segments = []
         self._executor.close()
-        self._executor = Executor(self._program.gm, None, self._lowered)
+        self._executor = self._eager
 
 
 class _Replay:

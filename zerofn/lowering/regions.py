@@ -14,16 +14,26 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .._torch_compat import FakeTensorMode, compile_graph, compiler_cache, compiler_missing, compiler_state, load_graph
+from .._torch_compat import (
+    FakeTensorMode,
+    bytes_taken,
+    compile_graph,
+    compiler_cache,
+    compiler_missing,
+    compiler_state,
+    load_graph,
+)
+from ..graph.liveness import complete_values, moments
 from ..graph.nested import REGION
 from ..graph.program import tensor_of
 from ..util.process import the
+from ..util.sizes import in_words
 
 # Sums in one order, each operation rounded as it is alone, results laid out as they were captured.
 OPTIONS = {
@@ -33,22 +43,46 @@ OPTIONS = {
     "fallback_random": True,
     "reorder_for_peak_memory": False,
 }
+MORE, LEAST = 1 / 200, 1 << 16  # of what is planned, and bytes, by which a region may exceed it
 Run = Callable[[list[Any]], Sequence[Any]]  # empties the list
 
 
-class Region:
-    """A compiled region. `run(inputs)` returns its results in memory of their own, and empties the list."""
+class Like(NamedTuple):
+    """What there is to know of a tensor but its values."""
 
-    def __init__(self, run: Run, shared: Sequence[int]) -> None:
-        self.run = _copying(run, shared) if shared else run
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(x: Tensor) -> Like:
+        """Return it of a tensor."""
+        return Like(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def empty(self) -> Tensor:
+        """Return such a tensor, with whatever is in its memory."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Region:
+    """A compiled region. `run(inputs)` returns its results in memory of their own, and empties the list. `most`: bytes
+    that it takes beside its inputs, its results among them.
+    """
+
+    def __init__(self, run: Run, shared: Sequence[int] = (), most: int = 0) -> None:
+        self.run, self.most = _copying(run, shared) if shared else run, most
 
 
 class Compiled:
-    """The regions of this process, by name. `made`: how many of them it has compiled, and not read."""
+    """The regions of this process, by name. `made`: how many of them it has compiled; `read`: how many it has read.
+    `left_out`: those that run operation by operation, because a rank cannot do otherwise.
+    """
 
     def __init__(self) -> None:
         self.regions: dict[str, Region] = {}
-        self.made = 0
+        self.left_out: set[str] = set()
+        self.made = self.read = 0
 
 
 def missing(gm: GraphModule) -> str:
@@ -58,22 +92,45 @@ def missing(gm: GraphModule) -> str:
 
 
 def compiled(gm: GraphModule) -> Region:
-    """Compile a region, or return what was compiled of one of the same name. Raises what the compiler raises."""
-    region = known(gm)
+    """Compile a region, or return what was compiled of one of the same name. Raises what the compiler raises, and
+    `MemoryError` for a region that takes more memory than the operations alone.
+    """
+    region = _known(gm)
     if region is None:
         path = file_of(gm)
         with _alone(path.with_suffix(".lock")):
             region = _read(path) or _made(gm, path)
         the(Compiled).regions[gm.meta[REGION]] = region
+    if (planned := _planned(gm)) < region.most:
+        raise MemoryError(f"it takes {in_words(region.most)}, and they take {in_words(planned)}.")
     return region
 
 
 def known(gm: GraphModule) -> Region | None:
-    """Return a region that this process or another one has compiled; None for a new one."""
+    """Return a region that this process or another one has compiled; None for a new one, and for one that takes more
+    memory than the operations alone.
+    """
+    region = _known(gm)
+    return region if region is not None and region.most <= _planned(gm) else None
+
+
+def _known(gm: GraphModule) -> Region | None:
     name, regions = gm.meta[REGION], the(Compiled).regions
     if name not in regions and (region := _read(file_of(gm))) is not None:
         regions[name] = region
+        the(Compiled).read += 1
     return regions.get(name)
+
+
+def _planned(gm: GraphModule) -> int:
+    """Return the bytes that a region may take beside its inputs: what a plan counts, which has its operations run one
+    by one, and a little.
+
+    Of the region alone, and not of the step around it: a region is compiled at every stage and budget or at none.
+    """
+    complete_values(gm.graph)
+    most = max(x.nbytes for x in moments(gm, {}))
+    return most + max(int(MORE * most), LEAST)
 
 
 def file_of(gm: GraphModule) -> Path:
@@ -101,8 +158,8 @@ def _read(path: Path) -> Region | None:
     if not path.exists():
         return None
     try:
-        shared, content = pickle.loads(path.read_bytes())
-        return Region(load_graph(content), shared)
+        shared, most, content = pickle.loads(path.read_bytes())
+        return Region(load_graph(content), shared, most)
     except Exception as error:  # such as an ImportError: file too short
         _remove(path)
         _remove_library(error)
@@ -119,18 +176,19 @@ def _made(gm: GraphModule, path: Path) -> Region:
             raise
         run, content = _compile(gm, given)
     the(Compiled).made += 1
-    shared = _shared(run, given)
+    inputs = [Like.of(x).empty().zero_() for x in given]
+    shared, most = _shared(run, inputs), bytes_taken(lambda: run(list(inputs)))
     if content:
         fresh = path.with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):  # without room on the disk it is compiled again next time
-            fresh.write_bytes(pickle.dumps((shared, content)))
+            fresh.write_bytes(pickle.dumps((shared, most, content)))
             os.replace(fresh, path)
-    return Region(run, shared)
+    return Region(run, shared, most)
 
 
 def _compile(gm: GraphModule, given: Sequence[Tensor]) -> tuple[Run, bytes]:
     with FakeTensorMode() as mode:
-        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in given]
+        fakes = [Like.of(x).empty() for x in given]
     return compile_graph(gm, fakes, mode, OPTIONS)
 
 
@@ -150,11 +208,10 @@ def _remove(path: Path) -> bool:
     return False
 
 
-def _shared(run: Run, given: Sequence[Tensor]) -> list[int]:
-    """Run a compiled region on zeros, and return which results lie in the memory of an input or of another result: the
-    compiler returns x for x * 1, and one tensor for two that are equal.
+def _shared(run: Run, inputs: Sequence[Tensor]) -> list[int]:
+    """Run a compiled region, and return which results lie in the memory of an input or of another result: the compiler
+    returns x for x * 1, and one tensor for two that are equal.
     """
-    inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_() for x in given]
     seen = {x.untyped_storage().data_ptr() for x in inputs}
     found = []
     for k, x in enumerate(run(list(inputs))):

@@ -18,6 +18,9 @@ class Runner(Protocol):
 
     It may have an attribute `wrote`, a bool: whether its last run came to a write to the graph's inputs. If a run
     fails before that, the caller can still use the state; without `wrote`, the state counts as lost.
+
+    It may have `left_out`, a set of names, and `leave_out(names)`, which is called before the first run with what is
+    left out on any rank. So ranks compute alike where one of them cannot compile a part.
     """
 
     def run(self, inputs: list[Tensor]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_ours
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
-from ..job.agreement import agree_on
+from ..job.agreement import agree_on, exchange
 from ..job.failures import abandon
 from ..job.step_order import digest_of
 from ..memory.device_allocator import hold
@@ -50,6 +50,7 @@ class CapturedStep:
                 raise
         elif not self._bound:
             agree_on(f"zerofn.compile({self.program.name})", self._bind)
+            agree_on_regions(self.runner, self.program.name)
         self._bound = True
 
     def _bind(self) -> tuple[None, str]:
@@ -73,6 +74,13 @@ class CapturedStep:
     def wrote(self) -> bool:
         """Whether the last run may have written to its inputs."""
         return getattr(self.runner, "wrote", True)
+
+
+def agree_on_regions(runner: Any, name: str) -> None:
+    """Let ranks run the same regions compiled: what one of them leaves out, all leave out."""
+    if hasattr(runner, "leave_out"):
+        theirs = exchange(f"regions of zerofn.compile({name})", " ".join(sorted(runner.left_out)))
+        runner.leave_out({x for text in theirs for x in text.split()})
 
 
 class StepCall(NamedTuple):

@@ -40,7 +40,7 @@ class Executor:
     def __init__(
         self, gm: GraphModule, tick: Callable[[Node | None], None] | None = None, lowered: Lowered | None = None
     ) -> None:
-        self.wrote = False
+        self.wrote, self.lowered = False, lowered
         self.source, self._names = _generate(gm, self._begin_writing, tick, lowered)
         exec(compile(self.source, "<zerofn step>", "exec"), self._names)
         self._run: Callable[[list[Any]], list[Any]] = self._names["run"]
