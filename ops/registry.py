@@ -68,8 +68,10 @@ class Traits:
     `checks`: it may raise, on all ranks, and then before the first write. `free`: it takes no time of its own.
     `opaque`: it runs a function of the user's, which values that no step has computed may not suit. `flops(given,
     result)`: its multiplications and additions, of the arguments by name and the result; by default torch's flop
-    counter says so. `multiplies`: the dtype of the numbers that these multiply; by default the result's.
-    `touches(given, result)`: the bytes of memory that it reads and writes; by default each element of its tensors once.
+    counter says so. `again`: which part of them computes once more what was computed before. `multiplies`: the dtype of
+    the numbers that these multiply, or the argument that has it; by default the result's. `touches(given, result)`: the
+    bytes of memory that it reads and writes; by default each element of its tensors once. `workspace(given, result)`:
+    the bytes that it has beside its result while it runs, where they are too many to leave out.
     """
 
     on_shard: OnShard
@@ -89,8 +91,10 @@ class Traits:
     free: bool = False
     opaque: bool = False
     flops: Callable[[Mapping[str, Any], Any], int] | None = None
-    multiplies: torch.dtype | None = None
+    again: float = 0.0
+    multiplies: torch.dtype | str | None = None
     touches: Callable[[Mapping[str, Any], Any], int] | None = None
+    workspace: Callable[[Mapping[str, Any], Any], int] | None = None
 
 
 _traits: dict[str, Traits] = {}  # of ours, by name without an overload

@@ -96,7 +96,7 @@ KNOW_DRY_RUNS = {
     "zerofn.passes.offload_gradients": "names the host's device",
     "zerofn.passes.update_on_host": "names the host's device",
     "zerofn.passes.read_local_shards": "takes the shards of no rank",
-    "zerofn.passes.budget.search": "asks which tensors lie on the host",
+    "zerofn.passes.budget.drops": "asks which tensors lie on the host",
 }
 
 

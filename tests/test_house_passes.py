@@ -13,6 +13,7 @@ SHARED_WITH_THE_SEARCH = {
     "offload_activations": {"Stay", "stays"},
     "prefetch": {"UnitSource", "sources_in", "Bound", "Run", "early", "few_alive"},
     "reshard": {"uses_of_gathers", "num_others"},
+    "tile_logits": {"Head", "heads_of"},
 }
 
 

@@ -19,9 +19,9 @@ from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view, roots, written_memory
 from ..graph.edit import frozen
-from ..graph.liveness import AGAIN, complete_values, tensors_of, values_of
+from ..graph.liveness import AGAIN, complete_values, named_values, tensors_of, values_of
 from ..graph.nested import call_of, foreign_graphs
-from ..graph.node_kinds import argument, arguments, reduces, traits
+from ..graph.node_kinds import argument, reduces, traits
 from ..graph.phase import BACKWARD, phase_of
 from ..graph.program import Program, tensor_of
 from ..ops.registry import Lane, argument_places, base_name
@@ -64,7 +64,7 @@ def flops(node: Node) -> int:
         return of_graphs(node, flops) if formula is None else _by(formula, node)
     own = traits(node).flops
     if own is not None:
-        return int(own(_given(node), node.meta["val"]))
+        return int(own(named_values(node), node.meta["val"]))
     if base_name(node.target) in _ATTENTION:
         return _of_attention(node)
     formula = flop_registry.get(packet_of(node.target))
@@ -93,7 +93,7 @@ def flops_of(gm: GraphModule) -> Flops:
             model, again = model + call.rounds * inside.model, again + call.rounds * inside.again
         elif node.op == "call_function":
             all_ = flops(node)
-            twice = all_ if node.meta.get(AGAIN) or node in repeated else all_ // 5 if _is_backward(node) else 0
+            twice = all_ if node.meta.get(AGAIN) or node in repeated else _computed_again(node, all_)
             model, again = model + all_ - twice, again + twice
     return Flops(model, again)
 
@@ -120,6 +120,11 @@ def flops_of_step(program: Program) -> Flops:
     if program.flops is None:
         program.flops = flops_of(program.gm)
     return program.flops
+
+
+def _computed_again(node: Node, all_: int) -> int:
+    """Return how many of its operations a node repeats by itself."""
+    return all_ // 5 if _is_backward(node) else int(all_ * traits(node).again)
 
 
 def _is_backward(node: Node) -> bool:
@@ -197,7 +202,7 @@ def touched_bytes(node: Node) -> int:
         return 0
     own = traits(node).touches
     if own is not None:
-        return own(_given(node), node.meta["val"])
+        return own(named_values(node), node.meta["val"])
     return sum(map(_dense, [x for n in (*node.all_input_nodes, node) for x in tensors_of(n.meta.get("val"))]))
 
 
@@ -214,7 +219,7 @@ def moved(node: Node) -> Traffic | None:
     moves = traits(node).moves
     if moves is None:
         return None
-    given = _given(node)
+    given = named_values(node)
     how = _HOW.get(moves.lane) if moves.to is None else DOWN if is_host(moves.to(given)) else UP
     assert how is not None and isinstance(node.target, OpOverload)
     nbytes = moves.nbytes(given, node.meta.get("val"))
@@ -236,11 +241,6 @@ def coded_bytes(start: Node) -> tuple[int, int]:
         return both, nbytes_on_wire(x, codec) + passes * x.nbytes // size
     in_place = traits(start).collective == "gather in place"
     return (both // size, both) if in_place else (both, both * size)
-
-
-def _given(node: Node) -> dict[str, Any]:
-    """Return the values of a node's arguments, by name."""
-    return {name: x.meta["val"] if isinstance(x, Node) else x for name, x in arguments(node).items()}
 
 
 def traffic(gm: GraphModule, mesh: Mesh | None = None) -> Counter[Traffic]:

@@ -243,11 +243,17 @@ def roofline(machine: Machine) -> Cost:
         )  # numbers may be on either device
         on_host = machine.device != "cpu" and all(is_host(x.device) for x in large)
         rate = machine.known("host_rate") / machine.ranks if on_host else machine.memory_rate
-        products = flops(node) / machine.rate_of(traits(node).multiplies or values[0].dtype)
+        products = flops(node) / machine.rate_of(_multiplied(node) or values[0].dtype)
         own = max(machine.launch, products, nbytes / rate)
         return max(own, of_graphs(node, cost))
 
     return cost
+
+
+def _multiplied(node: Node) -> torch.dtype | None:
+    """Return the dtype in which a node multiplies, where its operation says so."""
+    known = traits(node).multiplies
+    return argument(node, known).meta["val"].dtype if isinstance(known, str) else known
 
 
 def usual_for(gm: GraphModule) -> Machine:

@@ -19,6 +19,7 @@ from .alias import is_given, is_lent, memory_of, positions, roots, touches
 from .nested import Call, call_of, is_nested, is_region, is_result, runs_once
 from .node_kinds import (
     argument,
+    arguments,
     casts,
     decodes,
     gathers_parameters,
@@ -123,8 +124,8 @@ def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterat
 
 
 def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
-    """Return the memory that the operations of a graph make on the device where models compute, in order, and behind it
-    what is `handed` to the graph.
+    """Return the memory that the operations of a graph make on the device where models compute, in order, with what
+    they say that they have beside their results, and behind it what is `handed` to the graph.
     """
     complete_values(graph)
     where, root = positions(graph), roots(graph)
@@ -132,6 +133,9 @@ def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
     out: list[Allocation] = []
     accelerated = not all(map(_on_host, where))
     for node, at in where.items():
+        beside = traits(node).workspace
+        if beside is not None:
+            out.append(Allocation(node, beside(named_values(node), node.meta["val"]), "other", at, at))
         if node.op != "call_function" or root[node] is not node or is_lent(node) or accelerated and _on_host(node):
             continue
         born = where[node.args[0]] if node.target is operator.getitem else at  # type: ignore[index]
@@ -222,6 +226,11 @@ def values_of(node: Node) -> tuple[Any, Any]:
     """Return a node's arguments with fake values in place of nodes."""
     args: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
     return args
+
+
+def named_values(node: Node) -> dict[str, Any]:
+    """Return the values of a node's arguments, by name."""
+    return {name: x.meta["val"] if isinstance(x, Node) else x for name, x in arguments(node).items()}
 
 
 def memory_bytes(value: Any) -> int:

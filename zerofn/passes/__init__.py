@@ -35,6 +35,7 @@ from .sink_gathers import sink_gathers
 from .split_state_reads import split_state_reads
 from .start_param_gather import start_param_gather
 from .sync_replicated_state import sync_replicated_state
+from .tile_logits import tile_logits
 from .update_on_host import update_on_host
 from .wait_param_gather import wait_param_gather
 from .write_after_checks import write_after_checks
@@ -50,7 +51,7 @@ def standard(donating: bool = True) -> list[Pass]:
     """Return all passes in order. `donating`: whether the new state is written into the memory of the old one, as in
     every training step without `compile(donate=False)`.
 
-    The decisions about memory are made before `hoist_gathers`, the first that carries them out.
+    The decisions about memory are made before `tile_logits`, the first that carries them out.
 
     >>> [x.name for x in standard()][:3]
     ['fold_split_master', 'canonicalize', 'functionalize']
@@ -67,6 +68,7 @@ _ALL = [
     Pass(split_state_reads, "body"),
     Pass(sink_gathers, "body"),
     # decide what is saved for the backward pass, and when transfers start
+    Pass(tile_logits, "body", carries_out=True),
     Pass(hoist_gathers, carries_out=True),
     Pass(recompute_activations, "body", carries_out=True),
     Pass(offload_activations, "body", carries_out=True),
@@ -105,7 +107,7 @@ def before(name: str, *mine: Pass) -> Edit:
     Raises `ValueError` for another name.
 
     >>> edit = before("donate", Pass(lambda program: None, name="mine"))
-    >>> [x.name for x in edit(standard())][19:21]
+    >>> [x.name for x in edit(standard())][20:22]
     ['write_after_checks', 'mine']
     """
     return _placed(name, mine, 0)

@@ -24,6 +24,7 @@ from .budget.decision import Choice, order_of
 from .budget.hoists import of_bodies
 from .budget.search import attempted, beside, graphs, recomputed, within
 from .hoist_gathers import hoist_gathers
+from .tile_logits import tile_logits
 
 
 class Pipeline:
@@ -75,7 +76,8 @@ class Pipeline:
         if remat is not None:
             choices = recomputed(program, remat, schedule)
         elif memory is not None:
-            choices = within(program, memory, schedule, MORE)  # room for static buffers
+            tiling = any(each.fn is tile_logits for each in self.passes)
+            choices = within(program, memory, schedule, MORE, tiling)  # room for static buffers
         else:
             choices = beside(program, schedule)
         program.timings["choices"] = time.perf_counter() - start

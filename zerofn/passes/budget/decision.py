@@ -18,7 +18,8 @@ class Choice(NamedTuple):
     `dropped`: activations that the backward pass recomputes. `cuts`: (gather, the last use before the unit is
     dropped and gathered again). `starts`: (gather, the node before which it starts); other gathers start at their
     first use. `offloaded`: activations that wait in host memory. `hoisted`: gathers of a loop's body that come once,
-    before it. None leaves `cuts` or `starts` to the passes.
+    before it. None leaves `cuts` or `starts` to the passes. `tiled`: the heads whose logits are never whole, by their
+    log_softmax; None where no budget asks for it, so that compilers may fuse what tiles would have to repeat.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -26,6 +27,7 @@ class Choice(NamedTuple):
     starts: frozenset[tuple[str, str]] | None = None
     offloaded: frozenset[str] = frozenset()
     hoisted: frozenset[str] = frozenset()
+    tiled: frozenset[str] | None = None
 
 
 def order_of(gm: GraphModule) -> list[int] | None:
@@ -46,8 +48,15 @@ def as_text(choices: list[Choice]) -> str:
 def from_text(text: str) -> list[Choice]:
     """Return the decisions that `as_text` wrote."""
     return [
-        Choice(frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded), frozenset(hoisted))
-        for dropped, cuts, starts, offloaded, hoisted in json.loads(text)
+        Choice(
+            frozenset(dropped),
+            _pairs(cuts),
+            _pairs(starts),
+            frozenset(offloaded),
+            frozenset(hoisted),
+            None if tiled is None else frozenset(tiled),
+        )
+        for dropped, cuts, starts, offloaded, hoisted, tiled in json.loads(text)
     ]
 
 

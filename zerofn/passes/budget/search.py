@@ -11,25 +11,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
-from ...cost.op_cost import UP, Traffic, moved
-from ...cost.simulator import Lanes, Timeline
-from ...dry_run.fake_machine import is_host
-from ...graph.alias import positions
-from ...graph.edit import copied, weight_chain
+from ...cost.simulator import Timeline
+from ...graph.edit import copied
 from ...graph.liveness import Live, memory_bytes, moments
 from ...graph.nested import graphs_of
 from ...graph.node_kinds import is_source, wait_of
-from ...graph.phase import FORWARD, phase_of
-from ...graph.program import Program, tensor_of
+from ...graph.phase import phase_of
+from ...graph.program import Program
 from ...graph.resident import resident
 from ...graph.segments import Segments
 from .._context import Context, context_of
-from ..offload_activations import stays
+from .._pass import Pass
 from ..prefetch import Bound, Run, UnitSource, early, few_alive, sources_in
-from ..reshard import num_others, uses_of_gathers
+from ..tile_logits import heads_of, tile_logits
 from .decision import Choice
+from .drops import AGAIN, GATHERED, OFFLOADED, activations, all_of, drops_of, least_of, positions_in
 from .eviction import Drop, cheapest
 from .hoists import fitting, of_bodies
 
@@ -37,37 +35,31 @@ log = logging.getLogger("zerofn")
 TRIES = 8  # schedules to try before giving up
 PAGE = 4096  # bytes: a budget of this much less than the least one that is named does not do
 SHORT = 0.01  # of a step's time: a smaller gain is not worth another schedule
-# The share of the forward pass that is assumed to hide transfers. It is less than 1, because transfers come in bursts
-# and devices may be faster than simulated. On a simulated H100, GPT-2 of 6 layers of 2,048 in half of its memory took
-# 172.6 ms with 1, 163.6 with 0.25, and 163.7 without transfers.
-HIDDEN = 0.25
-AGAIN, GATHERED, OFFLOADED = "recomputed", "gathered again", "copied back"  # how a dropped value comes back
 Schedule = Callable[[Program], None]
 
 
-def within(program: Program, budget: int, schedule: Schedule, room: float) -> list[Choice]:
+def within(program: Program, budget: int, schedule: Schedule, room: float, tiling: bool = True) -> list[Choice]:
     """Return decisions for each of a program's `graphs` that keep the device's memory within `budget` bytes: with the
     share `room` of it left free if any schedule reaches that, else without.
 
-    With ample memory every unit is gathered once and nothing is recomputed. Raises `OverBudget` if every schedule
-    needs more. `schedule` must be the same on all ranks.
+    With ample memory every unit is gathered once, nothing is recomputed and logits are whole. `tiling`: whether the
+    passes can compute logits in tiles. Where that is so, the same search runs with all heads in tiles, too, unless they
+    alone would take longer. Raises `OverBudget` if every schedule needs more. `schedule` must be the same on all ranks.
     """
-    search = _Search(program, schedule, lambda live: sum(live.values()))
-    whole = search.attempt([_choice([]) for _ in search.graphs])
-    drops: list[list[Drop]] = []
-    ways: list[_Attempt] = []
-    for limit in (int(budget / (1 + room)), budget):
-        if whole.peak <= limit:
-            return search.ahead(search.hoisted(whole, limit), limit).choices
-        drops = drops or [list(_drops(gm, search.context.lanes(), where)) for gm, where in search.places(whole)]
-        found = search.fit(whole, drops, limit, _choice)
-        if found is not None:
-            return search.soonest(found, whole, drops, limit)
-        ways = ways or search.ways(whole, drops)
-        fast = [search.ahead(search.hoisted(x, limit), limit) for x in ways if x.peak <= limit]
-        if fast:
-            return min(fast, key=lambda x: x.run.seconds).choices
-    least = search.least([whole, *ways], lambda limit: search.fit(whole, drops, limit, _choice), room)
+    heads = [frozenset(heads_of(gm.graph) if tiling else ()) for gm in graphs(program.gm)]
+    searches = [_Search(program, schedule, _bytes_of, [frozenset() for _ in heads])]
+    limits = int(budget / (1 + room)), budget
+    if any(heads) and searches[0].whole.peak > limits[0]:
+        searches.append(_Search(program, schedule, _bytes_of, heads))
+    for limit in limits:
+        best: _Attempt | None = None
+        for search in searches:
+            if best is None or search.whole.run.seconds < best.run.seconds:
+                found = [x for x in (best, search.fastest(limit)) if x is not None]
+                best = min(found, key=lambda x: x.run.seconds, default=None)
+        if best is not None:
+            return best.choices
+    least = min((search.least(room) for search in searches), key=lambda x: x.peak)
     if least.peak <= budget:
         return least.choices
     raise OverBudget(
@@ -99,7 +91,7 @@ def recomputed(program: Program, how: str, schedule: Schedule) -> list[Choice]:
     if how == "full":
         return full
     whole = search.attempt([Choice() for _ in search.graphs])
-    drops = [list(_activations(search.context.lanes(), Segments(gm.graph), x)) for gm, x in search.places(whole)]
+    drops = [list(activations(search.context.lanes(), Segments(gm.graph), x)) for gm, x in search.places(whole)]
     found = search.fit(whole, drops, whole.peak // 2, lambda taken: _choice(taken)._replace(cuts=None, starts=None))
     return found.choices if found is not None else full
 
@@ -108,7 +100,7 @@ def beside(program: Program, schedule: Schedule) -> list[Choice]:
     """Return decisions that take no more memory than none: units that fit beside everything else stay gathered through
     all microbatches. `schedule` must be the same on all ranks.
     """
-    search = _Search(program, schedule, lambda live: sum(live.values()))
+    search = _Search(program, schedule, _bytes_of)
     plain = search.attempt([Choice() for _ in search.graphs])
     return search.hoisted(plain, plain.peak).choices
 
@@ -162,17 +154,69 @@ class _Attempt:
         return self.graphs[-1].context.timeline(self.graphs[-1].gm)
 
 
-class _Search:
-    """Schedules of one program with different decisions. `weigh` turns bytes by kind into bytes."""
+def _bytes_of(live: Live) -> int:
+    return sum(live.values())
 
-    def __init__(self, program: Program, schedule: Schedule, weigh: Callable[[Live], int]) -> None:
+
+class _Search:
+    """Schedules of one program with different decisions. `weigh` turns bytes by kind into bytes. `tiled`: for each
+    graph, the heads whose logits come in tiles in all of these schedules.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        schedule: Schedule,
+        weigh: Callable[[Live], int],
+        tiled: Sequence[frozenset[str]] | None = None,
+    ) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
-        self.graphs, self.context = graphs(program.gm), context_of(program)
-        self._hoists = of_bodies(program.gm)
+        self._tiled, shown = tiled, program
+        if any(tiled or ()):
+            shown = attempted(program, self._with_tiles([Choice() for _ in graphs(program.gm)]))
+            Pass(tile_logits, "body")(shown)
+        self.graphs, self.context = graphs(shown.gm), context_of(program)
+        self._hoists = of_bodies(shown.gm)
         self._attempts: dict[tuple[Choice, ...], _Attempt] = {}
+
+    def _with_tiles(self, choices: list[Choice]) -> list[Choice]:
+        if self._tiled is None:
+            return choices
+        return [x._replace(tiled=names) for x, names in zip(choices, self._tiled, strict=True)]
+
+    @functools.cached_property
+    def whole(self) -> _Attempt:
+        """The schedule that drops nothing."""
+        return self.attempt([_choice([]) for _ in self.graphs])
+
+    @functools.cached_property
+    def _drops(self) -> list[list[Drop]]:
+        return [list(drops_of(gm, self.context.lanes(), where)) for gm, where in self.places(self.whole)]
+
+    @functools.cached_property
+    def _ways(self) -> list[_Attempt]:
+        """Attempts to use when `fit` finds nothing: one with the least memory, and two that drop every value and prefer
+        to recompute or to offload it.
+        """
+        found = zip(self._drops, self.whole.graphs, strict=True)
+        chosen = [[least_of(x.level, drops) for drops, x in found]]
+        chosen += ([all_of(drops, how) for drops in self._drops] for how in (AGAIN, OFFLOADED))
+        choices = [list(map(_choice, way)) for way in chosen]
+        return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
+
+    def fastest(self, limit: int) -> _Attempt | None:
+        """Return the fastest attempt found within a budget, None if there is none."""
+        if self.whole.peak <= limit:
+            return self.ahead(self.hoisted(self.whole, limit), limit)
+        found = self.fit(self.whole, self._drops, limit, _choice)
+        if found is not None:
+            return self.soonest(found, limit)
+        fast = [self.ahead(self.hoisted(x, limit), limit) for x in self._ways if x.peak <= limit]
+        return min(fast, key=lambda x: x.run.seconds, default=None)
 
     def attempt(self, choices: list[Choice]) -> _Attempt:
         """Return the program scheduled with one decision for each graph."""
+        choices = self._with_tiles(choices)
         if tuple(choices) not in self._attempts:
             self._attempts[tuple(choices)] = self._scheduled(choices)
         return self._attempts[tuple(choices)]
@@ -192,7 +236,7 @@ class _Search:
 
     def places(self, attempt: _Attempt) -> Iterator[tuple[GraphModule, dict[Node, int]]]:
         """Yield each graph with its nodes' positions in the scheduled form."""
-        return ((gm, _positions_in(gm.graph, x.gm.graph)) for gm, x in self.pairs(attempt))
+        return ((gm, positions_in(gm.graph, x.gm.graph)) for gm, x in self.pairs(attempt))
 
     def fit(
         self, whole: _Attempt, drops: list[list[Drop]], budget: int, choice: Callable[[list[Drop]], Choice]
@@ -206,7 +250,7 @@ class _Search:
             chosen = [cheapest(x.level, found, target) for found, x in zip(drops, whole.graphs, strict=True)]
             if any(left > target for _, left in chosen):
                 return None
-            choices = [choice(taken) for taken, _ in chosen]
+            choices = self._with_tiles([choice(taken) for taken, _ in chosen])
             tried = last
             if choices != last.choices:
                 tried, num_tries = self.attempt(choices), num_tries + 1
@@ -216,24 +260,18 @@ class _Search:
             target, last = target - less, tried
         return None
 
-    def ways(self, whole: _Attempt, drops: list[list[Drop]]) -> list[_Attempt]:
-        """Return attempts to use when `fit` finds nothing: one with the least memory, and two that drop every value and
-        prefer to recompute or to offload it.
+    def least(self, room: float) -> _Attempt:
+        """Return the attempt with the least memory, whatever the budget is: from known ones, bisect for a budget that
+        `fit` reaches while it does not reach one of `PAGE` bytes less.
         """
-        chosen = [[_least(x.level, found) for found, x in zip(drops, whole.graphs, strict=True)]]
-        chosen += ([_all_of(found, how) for found in drops] for how in (AGAIN, OFFLOADED))
-        choices = [list(map(_choice, way)) for way in chosen]
-        return [self.attempt(x) for k, x in enumerate(choices) if x not in choices[:k]]
 
-    def least(self, known: Sequence[_Attempt], fit: Callable[[int], _Attempt | None], room: float) -> _Attempt:
-        """Return the attempt with the least memory, whatever the budget is: from `known` ones, bisect for a budget
-        that `fit` reaches while it does not reach one of `PAGE` bytes less.
-        """
+        def fit(budget: int) -> _Attempt | None:
+            return self.fit(self.whole, self._drops, budget, _choice)
 
         def reached(budget: int) -> _Attempt | None:
             return fit(int(budget / (1 + room))) or fit(budget)
 
-        found, low = min(known, key=lambda x: x.peak), 0
+        found, low = min([self.whole, *self._ways], key=lambda x: x.peak), 0
         while found.peak - low > PAGE:
             middle = (low + found.peak) // 2
             tried = reached(middle)
@@ -272,7 +310,7 @@ class _Search:
             aim -= tried.peak - limit
         return found
 
-    def soonest(self, found: _Attempt, whole: _Attempt, drops: list[list[Drop]], budget: int) -> list[Choice]:
+    def soonest(self, found: _Attempt, budget: int) -> _Attempt:
         """Return the fastest of these attempts: this one, with units gathered once for all microbatches where there is
         room; one that drops more to make room for all of them; each with early gathers; and one that drops more to make
         room for two units ahead.
@@ -280,17 +318,17 @@ class _Search:
         first = self.ahead(found, budget)
         if any(self._hoists.values()):
             more = sum(memory_bytes(x.meta["val"]) for gathers in self._hoists.values() for x in gathers)
-            roomy = self.fit(whole, drops, budget - more, _choice)
+            roomy = self.fit(self.whole, self._drops, budget - more, _choice)
             ways = [self.ahead(self.hoisted(x, budget), budget) for x in (found, roomy) if x is not None]
             first = min(*ways, first, key=lambda x: x.run.seconds)
         sizes = sorted(x.nbytes for gm in self.graphs for x in sources_in(gm.graph))
         longer = [x.early(budget).seconds / x.early(math.inf).seconds for x in found.graphs]
         if not sizes or max(longer) <= 1 + SHORT:
-            return first.choices
-        other = self.fit(whole, drops, budget - 2 * sizes[len(sizes) // 2], _choice)
+            return first
+        other = self.fit(self.whole, self._drops, budget - 2 * sizes[len(sizes) // 2], _choice)
         if other is None:
-            return first.choices
-        return min(first, self.ahead(other, budget), key=lambda x: x.run.seconds).choices
+            return first
+        return min(first, self.ahead(other, budget), key=lambda x: x.run.seconds)
 
 
 def attempted(program: Program, choices: Sequence[Choice]) -> Program:
@@ -321,80 +359,3 @@ def _starts(scheduled: _Levels, gm: GraphModule, limit: float) -> frozenset[tupl
     nodes = [n if n in waits or phase_of(n) and n.name in known else None for n in graph.nodes]
     before = {start: next(filter(None, nodes[at:])) for start, at in starts.items()}
     return frozenset((start.name, node.name) for start, node in before.items() if node is not wait_of(start))
-
-
-def _activations(lanes: Lanes, segments: Segments, where: dict[Node, int]) -> Iterator[Drop]:
-    """Yield the activations that may be recomputed, at positions of the scheduled graph."""
-    for memory in segments.activations:
-        last, first = segments.gap(memory)
-        seconds = sum(map(lanes.cost, segments.missing(memory, {memory})))
-        nbytes = memory_bytes(memory.meta["val"])
-        if nbytes:  # batch norm in eval mode saves two empty tensors
-            yield Drop((AGAIN, memory.name), where[last], where[first], nbytes, seconds, memory.name)
-
-
-def _drops(gm: GraphModule, lanes: Lanes, where: dict[Node, int]) -> Iterator[Drop]:
-    """Yield every value that may be dropped, once for each way to bring it back."""
-    segments = Segments(gm.graph)
-    again = list(_activations(lanes, segments, where))
-    yield from again
-    yield from _offloads(gm, lanes, where, again, segments.gathered_again)
-    yield from _gathers(gm, lanes, where)
-
-
-def _offloads(
-    gm: GraphModule, lanes: Lanes, where: dict[Node, int], computed: list[Drop], gone: set[Node]
-) -> Iterator[Drop]:
-    """Yield activations that may wait in host memory, at positions of the scheduled graph; none where models compute
-    on the host, and nothing that is `gone` anyway.
-
-    Transfers that fit into the share `HIDDEN` of the forward pass cost only the time that device memory takes to read
-    or write. The activations that are the most expensive to recompute get that share. All other transfers are assumed
-    to stall the device, in both directions.
-    """
-    found = [x for x in stays(gm.graph) if x.memory not in gone and not is_host(tensor_of(x.memory).device)]  # type: ignore[union-attr]
-    again = {drop.of: drop.seconds / drop.nbytes for drop in computed}
-    free = HIDDEN * sum(lanes.cost(n) for n in gm.graph.nodes if phase_of(n) == FORWARD) if found else 0.0
-    for x in sorted(found, key=lambda x: -again.get(x.memory.name, 0.0)):
-        nbytes = memory_bytes(x.memory.meta["val"])
-        seconds = lanes.seconds_of(UP, nbytes)
-        free -= seconds
-        cost = nbytes / lanes.machine.memory_rate if free > 0 else seconds
-        yield Drop((OFFLOADED, x.memory.name), where[x.last], where[x.first], nbytes, 2 * cost, x.memory.name)
-
-
-def _least(level: list[int], drops: list[Drop]) -> list[Drop]:
-    """Return the drops that give the lowest peak."""
-    _, left = cheapest(level, drops, 0)
-    return cheapest(level, drops, left)[0]
-
-
-def _all_of(drops: list[Drop], how: str) -> list[Drop]:
-    """Return one drop of every value; if a value has several, prefer the one that brings it back in this way."""
-    first = {drop.of or drop.key: drop for drop in sorted(drops, key=lambda x: x.key[0] == how)}  # type: ignore[index]
-    return [drop for drop in drops if first[drop.of or drop.key] is drop]
-
-
-def _gathers(gm: GraphModule, lanes: Lanes, where: dict[Node, int]) -> Iterator[Drop]:
-    """Yield units that may be gathered again, between two uses that have uses of another unit in between."""
-    uses = uses_of_gathers(gm.graph, weight_chain(gm.graph), positions(gm.graph))
-    timeline = sorted((where[u], k) for k, found in enumerate(uses.values()) for u in found)
-    for k, (start, found) in enumerate(uses.items()):
-        for before, after in zip(found, found[1:], strict=False):
-            if num_others(k, timeline, where[before], where[after]):
-                nbytes = tensor_of(start).nbytes  # type: ignore[union-attr]
-                key = (start.name, before.name)
-                _, seconds = lanes.transfer(start, cast(Traffic, moved(start)))
-                yield Drop((GATHERED, key), where[before], where[after], nbytes, seconds)
-
-
-def _positions_in(graph: Graph, final: Graph) -> dict[Node, int]:
-    """Map each node of a graph to its position in the scheduled graph; a node that was replaced takes the position of
-    the one before it.
-    """
-    there = {node.name: k for k, node in enumerate(final.nodes)}
-    out: dict[Node, int] = {}
-    at = 0
-    for node in graph.nodes:
-        at = out[node] = there.get(node.name, at)
-    return out
