@@ -19,7 +19,6 @@ _DECODERS = {encode: decode for decode, encode in DECODES.items()}
 ASIDE = "aside"  # meta key of nodes that run on the host's update thread
 BOUNDED = "bounded"  # meta key of values with sizes that depend on data: what is known of them are upper bounds
 UPDATE = "update"  # meta key of reads from drives for an update rule
-AS_IT_IS = "as it is"  # meta key of nodes that no compiler may fuse
 
 
 def argument(node: Node, name: str) -> Any:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule, Node
 from ..graph.nested import REGION
 from ..graph.program import Program
 from ..passes import Pass, before
+from ..passes.tile_logits import tile_logits
 from ..runtime.backend import Eager
 from ..runtime.capture_log import MANY
 from ..runtime.executor import Executor, Lowered
@@ -94,8 +95,11 @@ class Inductor(Eager):
         self._num_bound = 0
 
     def passes(self, ours: list[Pass]) -> list[Pass]:
-        """Return all passes, with the one that makes regions."""
-        return before("hide_sums", Pass(outline_regions, "body"))(ours)
+        """Return all passes, with the one that makes regions; without that of logits in tiles, of which bits would
+        depend on the budget: a loss in a region is rounded in another way.
+        """
+        whole = [each for each in ours if each.fn is not tile_logits]
+        return before("hide_sums", Pass(outline_regions, "body"))(whole)
 
     def bind(self, program: Program, tick: Callable[[Node | None], None] | None = None) -> Executor:
         """Return an executor of the graph, whose regions are compiled. `tick`: see `Executor`."""

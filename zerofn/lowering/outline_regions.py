@@ -16,7 +16,7 @@ from ..graph.alias import is_view, writes
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import REGION, call
-from ..graph.node_kinds import AS_IT_IS, BOUNDED
+from ..graph.node_kinds import BOUNDED
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.source_lines import OUTLINED
 from ..ops.registry import EXACT, FUSIBLE, OUT_GRADIENT
@@ -90,8 +90,6 @@ def _is_fusible(node: Node) -> bool:
     if target not in FUSIBLE and torch.Tag.pointwise not in tags and torch.Tag.reduction not in tags:
         return False
     if torch.Tag.nondeterministic_seeded in tags or target._schema.is_mutable or is_view(node):
-        return False
-    if node.meta.get(AS_IT_IS):
         return False
     around = (node, *node.all_input_nodes)
     values = [x for n in around for x in tensors_of(n.meta.get("val"))]

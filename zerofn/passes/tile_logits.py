@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..graph.alias import roots, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values
-from ..graph.node_kinds import AS_IT_IS, casts
+from ..graph.node_kinds import casts
 from ..graph.program import tensor_of
 from ..ops.head_loss import Sizes, sizes_of
 from ..ops.registry import VIEWS
@@ -47,19 +47,13 @@ def tile_logits(gm: GraphModule, context: Context) -> None:
     """Replace the heads that a decision about memory names by operations that have a tile of logits at a time.
 
     The bits are those of whole logits: no sum is cut. The operations compute logits three times, once more for the
-    gradient of the tokens, and once more for that of the head. The memory search makes the choice. Where it might have
-    chosen otherwise, a compiler may not fuse what stays: it rounds in another way, and bits would depend on the budget.
+    gradient of the tokens, and once more for that of the head. The memory search makes the choice.
     """
-    chosen = context.choice.tiled
-    if chosen is None:
-        return
-    for name, head in heads_of(gm.graph).items():
-        if name in chosen:
-            _tile(gm.graph, head)
-        else:
-            for node in (head.logs, head.loss, head.given, head.back, *filter(None, [head.of_bias])):
-                node.meta[AS_IT_IS] = True
-    complete_values(clean(gm).graph)
+    if context.choice.tiled:
+        for name, head in heads_of(gm.graph).items():
+            if name in context.choice.tiled:
+                _tile(gm.graph, head)
+        complete_values(clean(gm).graph)
 
 
 def heads_of(graph: Graph) -> dict[str, Head]:
@@ -177,7 +171,6 @@ def _tile(graph: Graph, head: Head) -> None:
     logs = _before(head.logs, ops.head_loss.default, *of, ignored, dtype, rows)
     places = _before(head.loss, aten.mul.Scalar, _before(head.loss, aten.eq.Scalar, labels, ignored), _IGNORED)
     loss = _before(head.loss, aten.nll_loss_forward.default, logs, places, None, reduction, _IGNORED)
-    loss.meta[AS_IT_IS] = True
     grad, total = head.given.args[0], head.given.args[6]
     head.loss.replace_all_uses_with(loss)
     both = _before(head.back, ops.head_loss_backward.default, grad, *of, total, reduction, ignored, dtype, rows)

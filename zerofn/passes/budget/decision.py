@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     dropped and gathered again). `starts`: (gather, the node before which it starts); other gathers start at their
     first use. `offloaded`: activations that wait in host memory. `hoisted`: gathers of a loop's body that come once,
     before it. None leaves `cuts` or `starts` to the passes. `tiled`: the heads whose logits are never whole, by their
-    log_softmax; None where no budget asks for it, so that compilers may fuse what tiles would have to repeat.
+    log_softmax.
     """
 
     dropped: frozenset[str] = frozenset()
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     starts: frozenset[tuple[str, str]] | None = None
     offloaded: frozenset[str] = frozenset()
     hoisted: frozenset[str] = frozenset()
-    tiled: frozenset[str] | None = None
+    tiled: frozenset[str] = frozenset()
 
 
 def order_of(gm: GraphModule) -> list[int] | None:
@@ -49,12 +49,7 @@ def from_text(text: str) -> list[Choice]:
     """Return the decisions that `as_text` wrote."""
     return [
         Choice(
-            frozenset(dropped),
-            _pairs(cuts),
-            _pairs(starts),
-            frozenset(offloaded),
-            frozenset(hoisted),
-            None if tiled is None else frozenset(tiled),
+            frozenset(dropped), _pairs(cuts), _pairs(starts), frozenset(offloaded), frozenset(hoisted), frozenset(tiled)
         )
         for dropped, cuts, starts, offloaded, hoisted, tiled in json.loads(text)
     ]

@@ -47,7 +47,7 @@ def within(program: Program, budget: int, schedule: Schedule, room: float, tilin
     alone would take longer. Raises `OverBudget` if every schedule needs more. `schedule` must be the same on all ranks.
     """
     heads = [frozenset(heads_of(gm.graph) if tiling else ()) for gm in graphs(program.gm)]
-    searches = [_Search(program, schedule, _bytes_of, [frozenset() for _ in heads])]
+    searches = [_Search(program, schedule, _bytes_of)]
     limits = int(budget / (1 + room)), budget
     if any(heads) and searches[0].whole.peak > limits[0]:
         searches.append(_Search(program, schedule, _bytes_of, heads))
@@ -164,24 +164,18 @@ class _Search:
     """
 
     def __init__(
-        self,
-        program: Program,
-        schedule: Schedule,
-        weigh: Callable[[Live], int],
-        tiled: Sequence[frozenset[str]] | None = None,
+        self, program: Program, schedule: Schedule, weigh: Callable[[Live], int], tiled: Sequence[frozenset[str]] = ()
     ) -> None:
         self._program, self._schedule, self._weigh = program, schedule, weigh
-        self._tiled, shown = tiled, program
-        if any(tiled or ()):
-            shown = attempted(program, self._with_tiles([Choice() for _ in graphs(program.gm)]))
+        self._tiled, shown = tiled or [frozenset()] * len(graphs(program.gm)), program
+        if any(tiled):
+            shown = attempted(program, self._with_tiles([Choice() for _ in self._tiled]))
             Pass(tile_logits, "body")(shown)
         self.graphs, self.context = graphs(shown.gm), context_of(program)
         self._hoists = of_bodies(shown.gm)
         self._attempts: dict[tuple[Choice, ...], _Attempt] = {}
 
     def _with_tiles(self, choices: list[Choice]) -> list[Choice]:
-        if self._tiled is None:
-            return choices
         return [x._replace(tiled=names) for x, names in zip(choices, self._tiled, strict=True)]
 
     @functools.cached_property
