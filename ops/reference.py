@@ -7,7 +7,8 @@ The results are the library's, bit for bit, on one thread and on x86 with AVX2, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from .kernel_args import BLOCK, RULES, UNIT, is_split, moment_format, num_blocks, rates_of
 
+PIECE = 1 << 18  # elements at a time: they take 8 bytes each, many times over; whole blocks and units
+_EVEN = 64  # elements: a run that is cut at a multiple of these is computed as the whole one, vector by vector
 _ABS, _INF, _SMALLEST_SCALE = 0x7FFFFFFF, 0x7F800000, 0x10800000
 
 
@@ -37,12 +40,18 @@ def _short(bits: Tensor) -> Tensor:
     return (((bits + (1 << 15)) & 0xFFFF) - (1 << 15)).short()
 
 
+def _pieces(*tensors: Tensor, scales: Sequence[Tensor] = ()) -> Iterator[tuple[Tensor, ...]]:
+    """Contiguous tensors of one size, and scales of their blocks, a piece at a time."""
+    found = [x.view(-1).split(PIECE) for x in tensors] + [x.split(PIECE // BLOCK) for x in scales]
+    return zip(*found, strict=True)
+
+
 def split(p: Tensor, out: Sequence[Tensor]) -> None:
     """fp32 -> bfloat16 and int16."""
-    bits = bits_of(p)
-    nan = p.isnan()
-    out[0].view(torch.int16).copy_(_short(torch.where(nan, 0x7FC0, (bits + 0x8000) >> 16)))
-    out[1].copy_(_short(torch.where(nan, 0, bits)))
+    for x, hi, lo in _pieces(p, *out):
+        bits, nan = bits_of(x), x.isnan()
+        hi.view(torch.int16).copy_(_short(torch.where(nan, 0x7FC0, (bits + 0x8000) >> 16)))
+        lo.copy_(_short(torch.where(nan, 0, bits)))
 
 
 def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
@@ -55,13 +64,23 @@ def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
 
 def join(hi: Tensor, lo: Tensor, out: Tensor) -> None:
     """bfloat16 and int16 -> fp32."""
-    out.copy_(floats_of((hi.view(torch.int16).long() << 16) + lo.long()))
+    for high, low, x in _pieces(hi, lo, out):
+        x.copy_(floats_of((high.view(torch.int16).long() << 16) + low.long()))
 
 
 def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int = 0x80000) -> None:
     """fp32 -> codes and scales; `random`: 20 bits an element, int64 of x's size."""
-    bits = bits_of(x).view(-1)
-    step = torch.where(x.view(-1).isnan(), 0x7FC, (bits & _ABS) + random >> 20)
+    if isinstance(random, int):
+        for one, codes, scales in _pieces(x, out[0], scales=out[1:]):
+            _encode(one, signed, (codes, scales), random)
+    else:
+        for one, codes, bits, scales in _pieces(x, out[0], random, scales=out[1:]):
+            _encode(one, signed, (codes, scales), bits)
+
+
+def _encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int) -> None:
+    bits = bits_of(x)
+    step = torch.where(x.isnan(), 0x7FC, (bits & _ABS) + random >> 20)
     blocks = torch.nn.functional.pad(step, (0, num_blocks(x.numel()) * BLOCK - x.numel())).view(-1, BLOCK)
     largest = blocks.amax(1) << 20
     scales = ((largest + 0x7FFFFF) & _INF).clamp(min=_SMALLEST_SCALE)
@@ -72,19 +91,24 @@ def encode(x: Tensor, signed: bool, out: Sequence[Tensor], random: Tensor | int 
     if signed:
         code |= bits >> 24 & 0x80
     finite = (scales < _INF).repeat_interleave(BLOCK)[: x.numel()]
-    out[0].view(-1).copy_(torch.where(finite, code, top))
+    out[0].copy_(torch.where(finite, code, top))
     out[1].copy_(floats_of(torch.where(largest > 0, scales, 0)))
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
     """Codes and scales -> fp32."""
-    code = codes.view(-1).long()
+    for code, x, scale in _pieces(codes, out, scales=[scales]):
+        _decode(code, scale, signed, x)
+
+
+def _decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
+    code = codes.long()
     top = 127 if signed else 255
     base = bits_of(scales).clamp(min=_SMALLEST_SCALE) - (top << 20)
     size = (code & top) << 20
     bits = size + base.repeat_interleave(BLOCK)[: code.numel()]
     bits = torch.where(size > 0, bits, 0) if signed else bits
-    out.view(-1).copy_(floats_of(bits | (code & 0x80) << 24 if signed else bits))
+    out.copy_(floats_of(bits | (code & 0x80) << 24 if signed else bits))
 
 
 def draws(key: int, offset: int, size: int, of: int) -> Tensor:
@@ -132,12 +156,43 @@ def update_(
     count: int,
     offset: int,
 ) -> None:
-    """`cpu.update_`: decode everything, update in fp32, encode."""
+    """`cpu.update_`: decode, update in fp32, encode; a piece at a time, so that it takes little memory beside."""
+    runs = list(zip(starts, stops, rates, decays, strict=True))
+    for a, b in _windows(g.numel(), runs):
+        if inside := [(max(x, a) - a, min(y, b) - a, *rates) for x, y, *rates in runs if x < b and a < y]:
+            part = slice(a, b), slice(a // BLOCK, num_blocks(b))
+            held = [[x.view(-1)[k] for x, k in zip(m, part, strict=False)] for m in moments]
+            master = [x.view(-1)[a:b] for x in p]
+            _update(rule, master, g.reshape(-1)[a:b], held, inside, factors, hyper, count, offset + a)
+
+
+def _windows(size: int, runs: Sequence[tuple[int, int, float, float]]) -> list[tuple[int, int]]:
+    """[0, size) in pieces, cut where that changes no run."""
+    cuts = [
+        at
+        for at in range(PIECE, size, PIECE)
+        if not any(start < at < stop and (at - start) % _EVEN for start, stop, *_ in runs)
+    ]
+    return list(itertools.pairwise([0, *cuts, size]))
+
+
+def _update(
+    rule: str,
+    p: Sequence[Tensor],
+    g: Tensor,
+    moments: Sequence[Sequence[Tensor]],
+    runs: Sequence[Any],
+    factors: Sequence[float],
+    hyper: dict[str, Any],
+    count: int,
+    offset: int,
+) -> None:
+    """`update_` of one piece. `runs`: (start, stop, rate, decay) of each."""
     size, known = g.numel(), RULES[rule]
     lossy = any(map(moment_format, moments))
     wide = _scaled(g.reshape(-1).float(), factors, lossy)
     decoded = [_master(p), *(_decoded(m, i == 0, size) for i, m in enumerate(moments))]
-    for start, stop, rate, decay in zip(starts, stops, rates, decays, strict=True):
+    for start, stop, rate, decay in runs:
         run = [x[start:stop] for x in decoded]
         if known.lossy and lossy:
             constants = rates_of(rule, rate, decay, hyper, count)
@@ -146,7 +201,7 @@ def update_(
             one = [[0], [stop - start], [rate], [decay]]
             known.update(run, wide[start:stop], torch.tensor(count), None, None, None, *one, **hyper)
     touched = torch.zeros(num_blocks(size) * BLOCK, dtype=torch.bool)
-    for start, stop in zip(starts, stops, strict=True):
+    for start, stop, *_ in runs:
         touched[start:stop] = True
     blocks = touched.view(-1, BLOCK).any(1)
     for i, (m, x) in enumerate(zip(moments, decoded[1:], strict=True)):

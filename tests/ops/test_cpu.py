@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.support import kernel_cases as cases
 from tests.support.kernel_cases import HYPER, RUNS, SIZE
@@ -41,6 +42,34 @@ def test_every_form_equals_torchs_operations(rule, master, moment, gradient, isa
     for new, want, old in zip(stepped(case, options), expected, cases.tensors(*case[::2]), strict=True):
         assert cases.same_bits(new, want)
         assert new.numel() < 100 or not torch.equal(new, old)
+
+
+@pytest.mark.parametrize("rule, master, moment, gradient", [x for x in cases.COMBINATIONS if x[3] == torch.float16])
+def test_torchs_operations_take_little_memory_beside(rule, master, moment, gradient, monkeypatch):
+    """They work a piece at a time, with the bits of the whole: a run is cut where its vectors end, or not at all."""
+    runs, size = [(0, 1003), (1024, 3001), (3333, 4200), (4200, 6101)], 6200
+    case = cases.shard(rule, master, moment, gradient, size)
+    options = cases.options(rule, runs) | {"rule": rule}
+    expected = stepped(case, dict(options), reference.update_)
+    monkeypatch.setattr(reference, "PIECE", 2048)
+    assert reference._windows(size, [(*run, 0.0, 0.0) for run in runs]) == [(0, 2048), (2048, 6144), (6144, size)]
+    assert all(map(cases.same_bits, stepped(case, options, reference.update_), expected))
+
+
+def test_what_torchs_operations_take_beside_a_shard_does_not_grow_with_it(monkeypatch):
+    """Of 16 pieces, less than one int64 for each element."""
+    size = 1 << 18
+    case = cases.shard("adamw", "split", "8-bit", torch.bfloat16, size)
+    monkeypatch.setattr(cpu, "missing", lambda: "not there")
+    monkeypatch.setattr(reference, "PIECE", size // 16)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        cpu.update_("adamw", *case, **cases.options("adamw", [(0, size)]))
+    live = most = 0
+    for event in sorted(found.profiler.kineto_results.events(), key=lambda x: x.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            most = max(most, live)
+    assert 0 < most < 8 * size
 
 
 @needs_library
