@@ -1,5 +1,6 @@
 """Linear layers in float8, beside plain torch that rounds by torchao's formula and multiplies in float64."""
 
+import functools
 import logging
 import weakref
 
@@ -13,8 +14,10 @@ import zerofn
 from tests.support import tiny_models
 from tests.support.same import assert_same_trees
 from zerofn import optim, tree_map
+from zerofn.comm.transport import SentBytes
 from zerofn.graph.phase import FORWARD, phase_of
 from zerofn.training.float8 import Products, float8_products
+from zerofn.util.process import the
 
 FORMATS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
@@ -180,6 +183,58 @@ def every_stage(num_microbatches):
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_every_stage_has_the_same_bits(ranks, num_microbatches):
     ranks(2, every_stage, num_microbatches)
+
+
+RULE = zerofn.Fp8(lambda name: name not in ("last.weight", "4.weight"), gather=True)
+GATHERED = zerofn.Precision(torch.float32, torch.bfloat16, torch.float32, fp8=RULE)
+
+
+def gathered():
+    options = {"unit": lambda name: "last" if name.startswith("last") else "all"}
+    found = {}
+    for stage in range(4):
+        state, step = started(GATHERED, stage=stage, **options)
+        masters, weights = zerofn.unshard(state.params), zerofn.gather(state.params)
+        for name in ("a.weight", "b.weight", "c.weight"):
+            assert 0 < float((weights[name] - masters[name]).abs().max()) < 0.1 * float(masters[name].abs().max())
+        for name in ("a.bias", "last.weight"):
+            assert_same_trees(weights[name], masters[name].bfloat16())
+        found[stage] = trained(state, zerofn.compile(step))
+        assert_same_trees(found[stage], found[0], f"stage {stage}")
+    for how, compiled in (("eager", lambda step: step), ("remat", functools.partial(zerofn.compile, remat="full"))):
+        state, step = started(GATHERED, stage=3, **options)
+        assert_same_trees(trained(state, compiled(step)), found[3], how)
+
+
+def test_weights_are_gathered_in_float8_and_every_stage_computes_with_them(ranks):
+    ranks(2, gathered)
+
+
+def bytes_of_gathers():
+    """Of four layers as one unit, whose biases travel as they are."""
+    found = {}
+    for precision in (GATHERED, "fp8"):
+        for stage in range(4):
+            net = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)), nn.Linear(128, 3))
+            state, step = started(precision, net=net, stage=stage, unit=lambda name: "all")
+            batch, run = {"x": torch.zeros(8, 128), "y": torch.zeros(8, 3)}, zerofn.compile(step)
+            plan = run.lower(state, batch)
+            state, _ = run(state, batch)
+            zerofn.unshard(state.params)  # waits for copies
+            before = the(SentBytes).by_group.total()
+            state, _ = run(state, batch)
+            zerofn.unshard(state.params)
+            both, before = the(SentBytes).by_group.total() - before, the(SentBytes).by_group.total()
+            zerofn.unshard(state.params)
+            assert both - (the(SentBytes).by_group.total() - before) == plan.sent, f"stage {stage}"
+        gathers = {x.nbytes for x in plan.collectives() if x.what == "all_gather" and x.unit}
+        assert len(gathers) == 1, gathers
+        found[precision] = gathers.pop()
+    assert 0.5 < found[GATHERED] / found["fp8"] < 0.56
+
+
+def test_half_the_bytes_are_sent_and_planned(ranks):
+    ranks(2, bytes_of_gathers)
 
 
 def nodes_of(plan, name, phase=None):

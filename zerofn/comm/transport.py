@@ -10,8 +10,9 @@ start the same ones in the same order. `compile` compares fingerprints of that o
 ranks do.
 
 [Note: coded] Transfers of units may name a wire codec (`wire`). Of an all-gather, what is received lies in the result's
-own memory until the wait decodes it there, this rank's part included. A reduce-scatter sends each rank its row, encoded
-once. The owner adds the decoded rows, its own included, in float32 and in rank order on every backend.
+own memory until the wait decodes it there, this rank's part included; float8 weights (`float8_wire`) lie in memory
+beside it. A reduce-scatter sends each rank its row, encoded once. The owner adds the decoded rows, its own included, in
+float32 and in rank order on every backend.
 
 [Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
 writes what fits into the socket before it returns. On two cores that stalled the caller for 2 to 4 % of a step. So one
@@ -35,7 +36,7 @@ from ..job.step_order import meetings
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
-from .wire import CODECS, nbytes_on_wire
+from .wire import CODECS, codec_named, nbytes_on_wire
 
 _MOVED_AS_THEY_ARE = (
     torch.float32,
@@ -134,10 +135,10 @@ def all_gather_start(
     if not full.numel():  # of a unit of which these ranks have nothing
         return full
     if codec:
-        how, rank = CODECS[codec], dist.get_rank(group_named(group))
-        coded = how.place_in(full).view(size, -1)
-        how.encode(shard, coded[rank])
-        _fill_rows(full, coded, rank, group, partial(how.decode_, full))
+        how, rank = codec_named(codec), dist.get_rank(group_named(group))
+        coded = how.rows_in(full, size)
+        how.encode_row(shard.contiguous(), coded, rank)
+        _fill_rows(full, coded, rank, group, partial(how.decode_rows, full, coded))
         return full
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not _is_gloo(group, shard):
@@ -272,7 +273,10 @@ define(
     lambda shard, size, group, unit, codec="", own=None, place=(), kept=True: shard.new_empty(shard.numel() * size),
     traits=Traits(
         OnShard.LEAVES,
-        Moves(Lane.LINK, lambda given, _: nbytes_on_wire(given["shard"], given["codec"]) * (given["size"] - 1)),
+        Moves(
+            Lane.LINK,
+            lambda given, _: nbytes_on_wire(given["shard"], given["codec"], given["size"]) * (given["size"] - 1),
+        ),
         "gather",
         replicated=True,
     ),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..ops import cpu
 from ..ops.registry import OnShard, Traits, define
+from .float8_wire import FP8, Fp8Wire, fp8_wire
 
 SMALL = 4096  # elements that are encoded or decoded in place through a copy
 
@@ -64,6 +65,29 @@ class WireCodec:
             start = stop
         whole[start:].copy_(coded[start:].clone())
 
+    def row_bytes(self, shard: int, size: int) -> int:
+        """Return the bytes that a rank sends of its shard, of so many elements, to each of the others."""
+        return self.nbytes(shard)
+
+    def rows_in(self, whole: Tensor, size: int) -> Tensor:
+        """Return memory for the encoded shards of all ranks, in that of the flat tensor that becomes of them."""
+        return self.place_in(whole).view(size, -1)
+
+    def encode_row(self, shard: Tensor, rows: Tensor, rank: int) -> None:
+        """Encode a rank's shard to its row."""
+        self.encode(shard, rows[rank])
+
+    def decode_rows(self, whole: Tensor, rows: Tensor) -> None:
+        """Decode the rows of all ranks into the flat tensor."""
+        self.decode_(whole)
+
+    def rounded(self, x: Tensor, start: int) -> Tensor:
+        """Return a tensor as it arrives after it was sent."""
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self.encode(x.reshape(-1), self.place_in(out.view(-1)))
+        self.decode_(out.view(-1))
+        return out
+
     def sum_(self, out: Tensor, rows: Sequence[Tensor]) -> None:
         """Write the sum of encoded rows, added in their order, to a float32 tensor."""
         if out.device.type == "cpu" and self.dtype is torch.bfloat16:
@@ -81,22 +105,26 @@ class WireCodec:
 CODECS = {"bf16": WireCodec(torch.bfloat16)}
 
 
-def nbytes_on_wire(x: Tensor, codec: str) -> int:
-    """Return the bytes of a tensor as it is sent."""
-    return CODECS[codec].nbytes(x.numel()) if codec else x.nbytes
+def codec_named(name: str) -> WireCodec | Fp8Wire:
+    """Return a codec: one of `CODECS`, or that of a unit with weights in float8."""
+    return fp8_wire(name) if name.startswith(FP8) else CODECS[name]
 
 
-def rounded(x: Tensor, codec: str) -> Tensor:
-    """float32 -> float32, as it arrives after it was sent: for what is on every rank already."""
-    out, how = torch.empty(x.shape, dtype=x.dtype, device=x.device), CODECS[codec]
-    how.encode(x.reshape(-1), how.place_in(out.view(-1)))
-    how.decode_(out.view(-1))
-    return out
+def nbytes_on_wire(x: Tensor, codec: str, size: int = 1) -> int:
+    """Return the bytes of a shard as it is sent, one of `size`; or of what is summed, in any number of parts."""
+    return codec_named(codec).row_bytes(x.numel(), size) if codec else x.nbytes
+
+
+def rounded(x: Tensor, codec: str, start: int = 0) -> Tensor:
+    """float32 or bfloat16 -> itself, as it arrives after it was sent: for what is on every rank already. `start`: from
+    which element of the unit on these are.
+    """
+    return codec_named(codec).rounded(x, start)
 
 
 define(
-    "rounded(Tensor x, str codec) -> Tensor",
+    "rounded(Tensor x, str codec, int start=0) -> Tensor",
     rounded,
-    lambda x, codec: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+    lambda x, codec, start=0: torch.empty(x.shape, dtype=x.dtype, device=x.device),
     traits=Traits(OnShard.KEEPS, casts=True),
 )

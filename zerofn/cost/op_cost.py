@@ -235,11 +235,11 @@ def coded_bytes(start: Node) -> tuple[int, int]:
     codec, size, x = argument(start, "codec"), argument(start, "size"), tensor_of(start.all_input_nodes[0])
     if not codec or x is None:
         return 0, 0
-    both = x.nbytes + nbytes_on_wire(x, codec)
+    in_place = traits(start).collective == "gather in place"
+    both = x.nbytes + nbytes_on_wire(x, codec, 1 if reduces(start) or in_place else size)
     if reduces(start):  # the wait adds a rank's row of every rank: on the host in one pass, else one by one
         passes = 1 if is_host(x.device) else 2 * size - 1
         return both, nbytes_on_wire(x, codec) + passes * x.nbytes // size
-    in_place = traits(start).collective == "gather in place"
     return (both // size, both) if in_place else (both, both * size)
 
 

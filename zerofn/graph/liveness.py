@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
+from ..comm.float8_wire import FP8
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
@@ -143,7 +144,8 @@ def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
         out.append(Allocation(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
         received = _transfer_buffers(node)
         if received:
-            out.append(Allocation(node, received, "gradients", at, where[wait_of(node)]))
+            kind = "gradients" if reduces(node) else "gathered"
+            out.append(Allocation(node, received, kind, at, where[wait_of(node)]))
     for block, inputs in (handed or {}).items():
         dies = max(where[touched[x][-1]] for x in inputs)
         out.append(block._replace(node=inputs[0], born=-1, dies=dies))
@@ -192,9 +194,13 @@ def _nbytes(node: Node) -> int:
 
 
 def _transfer_buffers(node: Node) -> int:
-    """Return the bytes that a reduce-scatter to N ranks holds beside its result until its wait: with a codec all
-    encoded shards, and those that it receives; otherwise gloo's receive buffers, N - 2 shards.
+    """Return the bytes that a transfer among N ranks holds beside its result until its wait. A reduce-scatter: with a
+    codec all encoded shards, and those that it receives; otherwise gloo's receive buffers, N - 2 shards. A gather: all
+    encoded shards, if they do not lie in its result.
     """
+    if is_gather(node) and (codec := argument(node, "codec")).startswith(FP8):
+        shard, size = node.all_input_nodes[0].meta["val"], argument(node, "size")
+        return int(size * nbytes_on_wire(shard, codec, size))
     if not reduces(node):
         return 0
     shard, size, on_host = node.meta["val"], argument(node, "size"), is_host(node.meta["val"].device)

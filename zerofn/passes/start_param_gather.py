@@ -40,9 +40,12 @@ def start_param_gather(program: Program) -> None:
                 part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
-                graph.call_function(aten.copy_.default, (part, shard))
+                own = shard
+                if rounding := spec.rounds_copy(unit, unit.dtype):
+                    own = graph.call_function(ops.rounded.default, (shard, *rounding))
+                graph.call_function(aten.copy_.default, (part, own))
         if axis is not None:
             with graph.inserting_before(after):
-                codec = spec.codec_of(unit, unit.dtype)
+                codec = spec.copy_codec_of(unit, unit.dtype)
                 gather_in_place(whole, axis, unit, codec, call=lambda op, *args: graph.call_function(op, args))
     clean(gm)

@@ -164,9 +164,11 @@ def settle(sharded: Sharded) -> None:
         if full is not None:
             start, stop, _ = spec.in_copy(unit)
             if not spec.lies_in_copy(unit, shard.storage):
-                full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
+                own = spec.precision.narrow(shard.decode())
+                rounding = spec.rounds_copy(unit, shard.dtype)
+                full[i][start:stop].copy_(ops.rounded(own, *rounding) if rounding else own)
             if (axis := spec.copied_over(unit)) is not None:
-                gather_in_place(full[i], axis, unit, spec.codec_of(unit, shard.dtype))
+                gather_in_place(full[i], axis, unit, spec.copy_codec_of(unit, shard.dtype))
                 ops.wait(full[i])
         elif not spec.partition.shard_over and spec.within(unit).size > 1:
             held = shard.loaded()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -23,13 +23,28 @@ class Fp8:
     heads, whose logits need their bits. Everything else computes in `Precision.compute`: other layers, attention,
     norms, embeddings and sums. `step.lower(...)` says of each weight what was decided, and why.
 
+    `gather`: ranks send one another these weights in float8, too, at stage 3: e4m3 in blocks of 256 elements, each with
+    a scale of its own, about half of bfloat16's bytes. At every stage the step then computes with the weights as they
+    arrive. It needs `where`, which selects from all matrices with such sizes.
+
     >>> rule = Fp8(lambda name: "head" not in name)
     """
 
     where: Callable[[str], bool] | None = None
+    gather: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.gather and self.where is None:
+            raise ValueError(
+                "Fp8(gather=True) needs where: it rounds weights where they are stored, before a step shows which of "
+                'them are of linear layers. Write Fp8(lambda name: "layers." in name, gather=True).'
+            )
+
+    def gathers(self, name: str, shape: Sequence[int]) -> bool:
+        """Return whether ranks send one another a leaf in float8."""
+        fits = len(shape) == 2 and not any(n % ALIGNED for n in shape)
+        return self.gather and fits and self.where is not None and bool(self.where(name))
 
     def why_not(self, name: str, weight: torch.Tensor, longest: int) -> str:
         """Return why a linear layer's weight [outputs, inputs] stays in the compute dtype, "" if it does not.

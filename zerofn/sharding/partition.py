@@ -75,6 +75,11 @@ class Partition:
         if _check_hpz(mesh, stage, hpz):
             shard_over, copy_over = (*shard_over, "replicas"), ("replicas",)
         dtypes = resolve(precision, wire)
+        if hpz and dtypes.fp8 is not None and dtypes.fp8.gather:
+            raise ValueError(
+                "shard: with hpz=True parts of units are gathered within a node, in bfloat16, so Fp8(gather=True) "
+                "would save nothing there; leave one of them out."
+            )
         found = Partition(
             mesh=mesh,
             shard_over=shard_over,

@@ -7,6 +7,7 @@ such a part as a copy, from which units are gathered among the ranks of a node.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.float8_wire import FP8, name_of
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import counts
 from ..geometry.layout import Layout, Leaf, Unit, restrict
+from .float8 import Fp8
 from .partition import Partition
 from .precision import Precision
 from .storage import StorageSpec
@@ -47,6 +50,11 @@ class StoredRun(NamedTuple):
     first: int
     row: int
     counts: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _float8_codec(unit: Unit, rule: Fp8) -> str:
+    return name_of((x.offset, x.stop) for x in unit.leaves if rule.gathers(x.name, x.shape))
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,22 @@ class Spec:
 
     def codec_of(self, unit: Unit, stored: torch.dtype) -> str:
         """Return the codec by which a unit stored as `stored` is gathered, and rounded at stage 0; "" for none."""
-        return self.precision.sends(self.precision.computes(stored)) if unit.num_shards > 1 else ""
+        if unit.num_shards == 1:
+            return ""
+        computes, rule = self.precision.computes(stored), self.precision.fp8
+        if rule is not None and rule.gather and computes is torch.bfloat16:
+            return _float8_codec(unit, rule)
+        return self.precision.sends(computes)
+
+    def copy_codec_of(self, unit: Unit, stored: torch.dtype) -> str:
+        """Return the codec by which copies are refreshed. Weights in float8 are rounded before (`rounds_copy`)."""
+        codec = self.codec_of(unit, stored)
+        return "" if codec.startswith(FP8) else codec
+
+    def rounds_copy(self, unit: Unit, stored: torch.dtype) -> tuple[str, int] | None:
+        """Return (codec, first element) by which this rank's part of a copy is rounded; None if it is not."""
+        codec = self.codec_of(unit, stored)
+        return (codec, self.own_cut(unit)[0]) if codec.startswith(FP8) else None
 
     def lies_in_copy(self, unit: Unit, storage: StorageSpec) -> bool:
         """Return whether a shard is a view of the copy; not of one that is rounded."""
