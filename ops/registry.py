@@ -310,6 +310,9 @@ FUSIBLE = EXACT | frozenset((
     aten.hardtanh_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default,
     aten.hardswish_backward.default, aten.mean.default, aten.mean.dim, aten.sum.default, aten.sum.dim_IntList,
     aten.amax.default, aten.amin.default, aten.var.correction, aten.var_mean.correction,
+    aten._native_batch_norm_legit_functional.default, aten.native_batch_norm_backward.default,
+    aten.max_pool2d_with_indices.default, aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d.default,
+    aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
 ))  # fmt: skip
 _T, _F = torch.Tensor, torch.nn.functional
 # torch's own functions that call just this operation with these arguments, in less time than the dispatcher's entry for

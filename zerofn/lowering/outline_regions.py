@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import LazyGraphModule, OpOverload
-from ..graph.alias import is_view, writes
+from ..graph.alias import is_view, roots, touches, writes
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
 from ..graph.nested import REGION, call
-from ..graph.node_kinds import BOUNDED
+from ..graph.node_kinds import BOUNDED, argument, set_argument
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.source_lines import OUTLINED
 from ..ops.registry import EXACT, FUSIBLE, OUT_GRADIENT
 from ..passes import Context
+
+aten = torch.ops.aten
 
 
 def outline_regions(gm: GraphModule, context: Context) -> None:
@@ -35,10 +37,37 @@ def outline_regions(gm: GraphModule, context: Context) -> None:
     computed in a bucket do not. Equal runs, as those of a model's layers, have one body.
     """
     complete_values(gm.graph)
+    _split_batch_norms(gm.graph)
     made: dict[str, GraphModule] = {}
     for region in _runs(gm.graph):
         _outline(gm, region, made)
     clean(gm)
+
+
+def _split_batch_norms(graph: Graph) -> None:
+    """Let batch norms that write to running values return them instead. They are copied before they are next read."""
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        if argument(node, "train"):  # then it reads none
+            set_argument(node, "running_mean", None)
+            set_argument(node, "running_var", None)
+    root = roots(graph)
+    touched = touches(graph, root)
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm.default):
+        running = [argument(node, "running_mean"), argument(node, "running_var")]
+        if not writes(node) or None in running:
+            continue
+        with graph.inserting_before(node):
+            new = graph.call_function(aten._native_batch_norm_legit_functional.default, node.args)
+        new.meta.update(node.meta, val=[*node.meta["val"], *(x.meta["val"] for x in running)])
+        for k, x in enumerate(running, start=3):
+            readers = touched[root[x]]
+            output = next(iter(reversed(graph.nodes)))  # in a loop, the next round reads it
+            with graph.inserting_before(next(iter(readers[readers.index(node) + 1 :]), output)):
+                made = graph.call_function(operator.getitem, (new, k))
+                made.meta.update(node.meta, val=x.meta["val"])
+                graph.call_function(aten.copy_.default, (x, made)).meta.update(node.meta, val=x.meta["val"])
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 class _Run:
