@@ -18,12 +18,12 @@ from tests.support.same import first_difference
 from zerofn.checkpoint import CheckpointError, folder, owner
 from zerofn.util.process import instead, the
 
+pytestmark = pytest.mark.slow  # programs in processes of their own
+
 OTHER = """
 import sys, time, torch, zerofn
 from pathlib import Path
 from zerofn.checkpoint import owner, saving
-
-pytestmark = pytest.mark.slow  # programs in processes of their own
 
 path, seconds = Path(sys.argv[1]), float(sys.argv[2])
 check = owner.check_still

@@ -15,11 +15,11 @@ from tests.support.library import ROOT
 from zerofn.job import agreement, heartbeat
 from zerofn.job.failures import store_of_job
 
+pytestmark = pytest.mark.slow  # programs in processes of their own
+
 JOB = """
 import os, sys, time, torch, zerofn
 from zerofn import optim
-
-pytestmark = pytest.mark.slow  # programs in processes of their own
 
 how = sys.argv[1]
 
