@@ -1,13 +1,19 @@
 """How far back an operation's inputs are when it is timed."""
 
+import time
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from tests.lowering.test_plans import a_region_of_two
 from zerofn.cost import op_timer
 from zerofn.cost.machine import usual
 from zerofn.cost.op_timer import FAR
+from zerofn.graph.nested import REGION, calls
+from zerofn.runtime.executor import CompiledRegions
 from zerofn.training import eager_region  # noqa: F401  (defines the operation)
+from zerofn.util.process import instead
 
 neg, add = torch.ops.aten.neg.default, torch.ops.aten.add.Tensor
 SMALL, LARGE = 4, 1 << 18  # elements: 1 MiB
@@ -107,3 +113,20 @@ def test_operations_that_invented_values_might_not_suit_take_their_time_by_rates
     seconds = op_timer.measured([GraphModule(torch.nn.Module(), graph)], usual(accelerated=False))
     assert timed == []
     assert seconds(total) > 0
+
+
+def test_a_region_takes_the_time_that_it_was_measured_to_take_where_a_step_runs_it_compiled():
+    class Slow:
+        def run(self, inputs):
+            time.sleep(0.01)
+            return [inputs.pop() + 1.0]
+
+    gm = a_region_of_two()
+    (node,) = (x for x, _ in calls(gm))
+    machine, slow = usual(accelerated=False), Slow()
+    rates = op_timer.measured([gm], machine)(node)
+    with instead(CompiledRegions()) as found:
+        found.by_name[gm.body.meta[REGION]] = slow
+        op_timer.forget()
+        assert op_timer.measured([gm], machine)(node) > 0.01 > 10 * rates
+    assert op_timer.measured([gm], machine)(node) == rates

@@ -16,10 +16,11 @@ from torch.fx.node import map_arg
 from .._torch_compat import OpOverload, below_autograd, tree_leaves, tree_map
 from ..graph.alias import roots
 from ..graph.liveness import complete_values, tensors_of, values_of
-from ..graph.nested import call_of, graphs_of, is_nested, is_region
+from ..graph.nested import REGION, call_of, graphs_of, is_nested, is_region
 from ..graph.node_kinds import is_ours, traits
-from ..runtime.executor import callable_of
+from ..runtime.executor import CompiledRegions, callable_of
 from ..tracing.invented_values import takes_any_values
+from ..util.process import the
 from .machine import Machine
 from .op_cost import groups_of, moved, touched_bytes
 from .simulator import Cost, roofline
@@ -34,8 +35,9 @@ _known: dict[Hashable, float] = {}
 
 
 def measured(gms: Iterable[GraphModule], machine: Machine) -> Cost:
-    """Return the seconds of nodes of these graphs and of the bodies in them. Regions, what touches more than `LARGE`
-    bytes and what invented values might not suit have them by the rates of `machine`.
+    """Return the seconds of nodes of these graphs and of the bodies in them. Regions that no step of this process runs
+    compiled, what touches more than `LARGE` bytes and what invented values might not suit have them by the rates of
+    `machine`.
 
     What was measured before is not run again. Call it on all ranks of a machine at once: they share caches and
     memory.
@@ -58,10 +60,10 @@ def _measure(gm: GraphModule, otherwise: Cost, found: dict[Node, float]) -> None
     touches: dict[Node, list[_Touch]] = defaultdict(list)  # by memory
     for node in gm.graph.nodes:
         nbytes = touched_bytes(node)
-        call = call_of(node)
-        if call and is_region(call.body) or _counts(node) and (nbytes > LARGE or not _may_run(node)):
+        region = _region(node)
+        if (region or _counts(node)) and (nbytes > LARGE or not _may_run(node)):
             found[node] = otherwise(node)
-        elif _counts(node):
+        elif region or _counts(node):
             ago = [_rounded(_since(touches[root[n]], *_extent(x), touched)) if nbytes else 0 for n, x in _inputs(node)]
             key = _key(node), *ago
             if key not in _known:
@@ -119,8 +121,18 @@ def _counts(node: Node) -> bool:
     )
 
 
+def _region(node: Node) -> str:
+    """Return the name of the region that a node calls, or ""."""
+    call = call_of(node)
+    return call.body.meta[REGION] if call is not None and is_region(call.body) else ""
+
+
 def _may_run(node: Node) -> bool:
-    """Return whether a node may be run on made-up values. Our own operations are written so that they may."""
+    """Return whether a node may be run on made-up values. Our own operations are written so that they may, and regions
+    were tried so.
+    """
+    if region := _region(node):
+        return region in the(CompiledRegions).by_name
     if is_ours(node) or not isinstance(node.target, OpOverload):
         return not traits(node).opaque
     return takes_any_values(node.target, [x for _, x in _inputs(node)])
@@ -130,7 +142,7 @@ def _key(node: Node) -> Hashable:
     def text(x: Any) -> Any:
         return (x.dtype, tuple(x.shape), tuple(x.stride())) if isinstance(x, Tensor) else repr(x)
 
-    return node.target, repr(tree_map(text, values_of(node)))
+    return _region(node) or node.target, repr(tree_map(text, values_of(node)))
 
 
 def _seconds(node: Node, ago: list[int]) -> float:
@@ -138,7 +150,7 @@ def _seconds(node: Node, ago: list[int]) -> float:
     args, kwargs = tree_map(_made_up, values_of(node))
     if (groups := groups_of(node)) is not None:
         args[groups.at].copy_(torch.arange(1, groups.number + 1) * groups.rows // groups.number)
-    run, others = callable_of(node.target, kwargs), torch.empty(FAR, dtype=torch.uint8)
+    run, others = _function_of(node), torch.empty(FAR, dtype=torch.uint8)
     given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     order = sorted(zip(ago, given, strict=True), key=lambda x: -x[0])
     thens = [*(nbytes for nbytes, _ in order[1:]), 0]
@@ -152,6 +164,13 @@ def _seconds(node: Node, ago: list[int]) -> float:
                 others[: nbytes - then].zero_()
             times.append(once(lambda: _repeat(run, args, kwargs, repeats)) / repeats)
     return sorted(times[1:])[ROUNDS // 2]
+
+
+def _function_of(node: Node) -> Callable[..., object]:
+    if not (region := _region(node)):
+        return callable_of(node.target, node.kwargs)
+    compiled = the(CompiledRegions).by_name[region]
+    return lambda body, *inputs: compiled.run(list(inputs))
 
 
 def _repeat(run: Callable[..., object], args: list[Any], kwargs: dict[str, Any], times: int) -> object:

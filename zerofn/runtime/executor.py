@@ -12,18 +12,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch.fx import GraphModule, Node
 
 from .._torch_compat import OpOverload, below_autograd, without_autocast
 from ..graph.alias import writes
-from ..graph.nested import is_nested, is_region, runs_once
+from ..graph.nested import REGION, is_nested, is_region, runs_once
 from ..graph.node_kinds import ASIDE
 from ..job.step_order import meetings
 from ..offload.host_worker import aside
 from ..ops.registry import TORCH_FUNCTIONS, aside_of, implementation_of
 from ..tracing.grad_mode import grad_mode
+from ..util.process import the
 
 Lowered = Callable[[GraphModule], Any]  # a region -> an object with `run(inputs) -> results`, which empties the list
 _NODES = "<nodes>"  # a global of the generated code: line -> node. No variable can have this name
@@ -156,9 +158,19 @@ def _expression(node: Node, gm: GraphModule, bind: Callable[[Any, str], str]) ->
     return f"{function}({', '.join(args)})"
 
 
+class CompiledRegions:
+    """What runs compiled in this process's steps, by the names of regions: objects as `Lowered` returns them."""
+
+    def __init__(self) -> None:
+        self.by_name: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
 def _body(gm: GraphModule, lowered: Lowered | None) -> Any:
     found = lowered(gm) if lowered is not None and is_region(gm) else None
-    return _Body(gm, lowered) if found is None else found
+    if found is None:
+        return _Body(gm, lowered)
+    the(CompiledRegions).by_name[gm.meta[REGION]] = found
+    return found
 
 
 class _Body:
