@@ -237,6 +237,42 @@ def test_half_the_bytes_are_sent_and_planned(ranks):
     ranks(2, bytes_of_gathers)
 
 
+def in_slices():
+    """Losses of a few steps with slices of both layers, by precision and stage."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    found = {}
+    for precision, stage in (("bf16", 3), ("fp8", 0), ("fp8", 3)):
+        mesh, model = zerofn.Mesh.make(tensor=2), zerofn.skeleton(build)
+        cuts = zerofn.parallel.tensor(model, mesh, {"0": "colwise", "2": "rowwise"})
+        init = zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.adamw(1e-2))
+        state = zerofn.shard(init, mesh=mesh, cuts=cuts, precision=precision, stage=stage)
+
+        def step(state, x, model=model):
+            loss_fn = lambda p, x: (functional_call(model, p, (x.bfloat16(),)).float() - x).square().mean()  # noqa: E731
+            loss, grads = state.value_and_grad(loss_fn)(x)
+            return state.apply_gradients(grads), loss
+
+        run, losses = zerofn.compile(step), []
+        if precision == "fp8":
+            assert run.lower(state, batch_of()["x"]).float8 == {"0.weight": "", "2.weight": ""}
+        for k in range(4):
+            state, loss = run(state, batch_of(0, k, 16)["x"])
+            losses.append(loss)
+        found[precision, stage] = torch.stack(losses)
+    return found
+
+
+def test_slices_of_layers_multiply_in_float8(ranks):
+    found = ranks(2, in_slices)[0]
+    assert torch.equal(found["fp8", 0], found["fp8", 3])
+    near = (found["fp8", 3] - found["bf16", 3]).abs() / found["bf16", 3]
+    assert 0 < near.max() < 0.02
+
+
 def nodes_of(plan, name, phase=None):
     target = getattr(torch.ops.zerofn, name).default
     return [n for n in plan.graph.graph.nodes if n.target is target and phase in (None, phase_of(n))]
