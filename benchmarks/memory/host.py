@@ -132,25 +132,23 @@ def beside(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def checks(run: dict[str, Any], limit: int, share_counts: bool) -> list[Check]:
-    """What must hold. Construction and capture need no more than a step."""
-    found = []
-    for name, rows in run.items():
-        most = max(x["peak"] for x in rows)
-        found.append(Check(f"{name}: bytes at most, of {limit / 1e9:.2f} GB", f"{most / 1e9:.2f} GB", most, limit))
-        step = max(x["planned"] + x["process"] for x in rows)
-        for x in rows:
-            if x["planned"] and share_counts:
-                share = x["peak"] / (step if x["moment"] in ("construction", "plan") else x["planned"] + x["process"])
-                found.append(Check(f"{name}, {x['moment']}: measured / planned", f"{share:.4f}", share, SHARE))
+def checks(name: str, moments: list[dict[str, Any]], limit: int, size: str, **_: Any) -> list[Check]:
+    """What must hold of a run. Construction and capture need no more than a step."""
+    most = max(x["peak"] for x in moments)
+    found = [Check(f"{name}: bytes at most, of {limit / 1e9:.2f} GB", f"{most / 1e9:.2f} GB", most, limit)]
+    step = max(x["planned"] + x["process"] for x in moments)
+    for x in moments if size != "small" else ():
+        if x["planned"]:
+            share = x["peak"] / (step if x["moment"] in ("construction", "plan") else x["planned"] + x["process"])
+            found.append(Check(f"{name}, {x['moment']}: measured / planned", f"{share:.4f}", share, SHARE))
     return found
 
 
-def table(run: dict[str, Any]) -> Table:
+def table(runs: dict[str, Any]) -> Table:
     """All moments."""
     out = Table("plan", "moment", "planned MB", "process", "together", "measured", "after it", "s")
-    for name, rows in run.items():
-        for x in rows:
+    for name, run in runs.items():
+        for x in run["moments"]:
             both = x["planned"] + x["process"]
             cells = (x["planned"], x["process"], both, x["peak"], x["now"])
             out.add_row(name, x["moment"], *(f"{n / 1e6:,.0f}" for n in cells), f"{x['seconds']:.0f}")
@@ -173,19 +171,20 @@ def main() -> int:
     import torch
     import transformers
 
-    console, known = Console(), json.loads(options.out.read_text()) if options.out.exists() else {}
-    rows: dict[str, Any] = known["rows"] if known.get("size") == options.size else {}
+    console, runs = Console(), json.loads(options.out.read_text()) if options.out.exists() else {}
+    runs = {name: x for name, x in runs.items() if x["size"] == options.size}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name in options.only:
         try:
-            rows[name] = beside(run(SIZES[options.size], PLANS[name], options))
+            rows = beside(run(SIZES[options.size], PLANS[name], options))
         except BenchmarkError as error:
             console.print(f"[red]{name}: {error}[/red]", highlight=False)
             return 1
-    console.print(table(rows))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    found = {**report.surroundings(), **versions, "size": options.size, "limit": options.limit, "rows": rows}
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
-    outcome = checks({name: rows[name] for name in options.only}, options.limit, options.size != "small")
+        known = {"size": options.size, "limit": options.limit, "moments": rows}
+        runs[name] = {**report.surroundings(), **versions, **known}
+        options.out.write_text(json.dumps(runs, indent=1) + "\n")
+    console.print(table(runs))
+    outcome = [check for name in options.only for check in checks(name, **runs[name])]
     for check in outcome:
         console.print(f"{'kept  ' if check.kept else 'MISSED'} {check.what}: {check.shown}", highlight=False)
     return 0 if all(check.kept for check in outcome) else 1

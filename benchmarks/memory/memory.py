@@ -1,10 +1,10 @@
 """python -m benchmarks.memory.memory   (make bench): step time against memory, and whether a budget is kept.
 
 A Llama and a T5 at stage 3 of two ranks. ZeroFn is given budgets from the least that it can keep to what a step takes
-that lacks nothing; beside it FSDP2, with and without resharding after the forward pass, and DeepSpeed 3 with its
-defaults. Memory is read in the same way everywhere (allocations.py). Then all take turns of a few steps, in an order
-that rotates, so that ratios are of one round. At last a deep GPT-2 whose activations are computed again. Writes JSON
-and a picture beside the table.
+that lacks nothing; beside it FSDP2, with and without resharding after the forward pass, DeepSpeed 3 with its
+defaults, and ZeroFn compiled by Inductor without a budget. Memory is read in the same way everywhere (allocations.py).
+Then all take turns of a few steps, in an order that rotates, so that ratios are of one round. At last a deep GPT-2
+whose activations are computed again. Writes JSON and a picture beside the table.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import BUDGETED, STACK
 from benchmarks.memory import picture as memory_picture
 from benchmarks.memory import report as memory_report
-from benchmarks.memory.worker import NUM_STEPS, ZEROFN
+from benchmarks.memory.worker import COMPILED, NUM_STEPS, ZEROFN
 from benchmarks.step.step import WORLD, Bench, check_versions
 from benchmarks.step.worker import NUM_WARMUP_STEPS
 
-PEERS = ("FSDP2", "FSDP2, kept", "DeepSpeed 3")
+PEERS = ("FSDP2", "FSDP2, kept", "DeepSpeed 3", COMPILED)
 TRIED = ("FSDP2", "DeepSpeed 3", "ZeroFn 3")  # what each imports on the way is written down
 FEWER = 3  # the second model and later ones get one budget for so many of the first's
 FIGURES = ("peak", "between", "resident", "allocated", "beyond")  # bytes, the most of all ranks
@@ -64,6 +64,8 @@ class Model:
             # How many different ones there are is looked at later: one, if they are bit-equal.
             row["parameters"] = sorted({one["parameters"] for one in found})
             row |= {key: max(one[key] for one in found) for key in ("predicted", "sent", "seconds")}
+        elif name == COMPILED:
+            row["predicted"] = max(one["predicted"] for one in found)
         shown = f"{row['peak'] / 1e6:.1f} MB" + (f", {row['seconds']:.1f} s to compile" if what else "")
         self.console.print(f"{self.workload}  {name:<28} {shown}", highlight=False)
         return row

@@ -9,11 +9,13 @@ from benchmarks.common.picture import ZEROFN, pyplot
 from benchmarks.common.report import MB, middle
 from benchmarks.common.statistic import ratio
 from benchmarks.memory.report import as_fast, ours
+from benchmarks.memory.worker import COMPILED
 
 STYLES = {  # marker, colour, what it is called
     "FSDP2": ("s", "#2f5d9b", "FSDP2, reshard_after_forward=True"),
     "FSDP2, kept": ("D", "#7fa3d6", "FSDP2, reshard_after_forward=False"),
     "DeepSpeed 3": ("^", "#e09f3e", "DeepSpeed 3, its defaults"),
+    COMPILED: ("*", ZEROFN, "ZeroFn, compiled, without a budget"),
 }
 GREY, PALE = "#555555", "#eeeeee"
 BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}

@@ -12,10 +12,12 @@ from rich.table import Table
 from benchmarks.common.limits import Check
 from benchmarks.common.report import MB, middle
 from benchmarks.common.statistic import ratio
+from benchmarks.memory.worker import COMPILED
 
 BESIDE = ("FSDP2", "DeepSpeed 3")  # at whose memory and time ZeroFn must do better
 NOISE = 1.05  # of a step's time, from a group of budgets to the next larger ones: the median of that ratio
 GROUPS = 4
+PLANNED = 1.005  # measured over planned, compiled
 LEAST_OF_ACTIVATIONS, FULL, AUTO, HALF = 1 / 5, 1.40, 1.25, 1 / 2
 
 Rows = dict[str, dict[str, Any]]
@@ -47,6 +49,9 @@ def _kept(model: dict[str, Any]) -> Iterator[Check]:
     yield Check(f"{kind}, {len(rows)} budgets: measured peak / budget", f"{fullest:.5f}", fullest, 1.0)
     different = len({digest for row in rows for digest in row["parameters"]})
     yield Check(f"{kind}: different parameters after training at all budgets", str(different), different, 1.0)
+    if (compiled := model["rows"].get(COMPILED)) is not None:
+        share = compiled["between"] / compiled["predicted"]
+        yield Check(f"{kind}, compiled: measured peak / planned", f"{share:.5f}", share, PLANNED)
     whole = ratio(rows[-1]["ms"], rows[0]["ms"])
     yield Check(f"{kind}, ms/step: largest budget / least", str(whole), whole.median, 1.0, strict=True)
     means = list(_groups(rows))

@@ -26,6 +26,7 @@ from zerofn.planning.plan_row import Row
 
 HERE = Path(__file__).resolve().parents[1]  # benchmarks/
 PAGE, FIGURES = HERE / "what_fits.md", HERE / "results" / "what_fits.json"
+MEASURED = HERE / "results" / "host.json"  # of benchmarks.memory.host
 GB = 1e9
 ON_HOST = Offload(optimizer="cpu", params="cpu", update="cpu")
 HALF = Precision(param=torch.float32, compute=torch.float16, reduce=torch.float16)
@@ -169,7 +170,35 @@ def page(known: dict[str, list[dict[str, Any]]]) -> str:
     most = max((x["planner"] for found in known.values() for x in found), default=0)
     lines += ["", f"Planning took {sum(took):.0f} s in all, {max(took, default=0):.0f} s at most for one row, and "
               f"{most / GB:.1f} GB of memory."]  # fmt: skip
+    if MEASURED.exists():
+        lines += ["", *measured(json.loads(MEASURED.read_text()))]
     return "\n".join(lines) + "\n"
+
+
+def measured(runs: dict[str, dict[str, Any]]) -> list[str]:
+    """What a process took beside its plan, as lines of Markdown."""
+    limit = next(iter(runs.values()))["limit"]
+    lines = [
+        "## Beside a process",
+        "",
+        f"t5-3b trained on a CPU, with {limit / GB:.1f} GB for device and host together, by `python -m "
+        "benchmarks.memory.host`: exact Adam",
+        "with everything but the parameters on a drive and gradients that wait there for the norm and the finite "
+        "check; and",
+        "8-bit moments without a drive, updated inside the backward pass. GB at most since the moment before. The "
+        "process itself",
+        "is Python, torch, transformers and the graph of the step; what is measured beyond both are holes of malloc.",
+        "",
+        "| plan | moment | planned | process | measured | measured / both |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, run in runs.items():
+        for x in run["moments"]:
+            if x["moment"] in ("construction", "step 1", "step 5"):
+                cells = [f"{x[key] / GB:.2f}" for key in ("planned", "process", "peak")]
+                share = f"{x['peak'] / (x['planned'] + x['process']):.3f}"
+                lines.append(f"| {name} | {x['moment']} | {' | '.join(cells)} | {share} |")
+    return lines
 
 
 def main() -> None:

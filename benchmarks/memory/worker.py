@@ -1,7 +1,7 @@
 """One rank of one system in a process of its own, which memory.py asks for one thing after another.
 
 memory_worker.py SYSTEM --rank R --world N --port P --workload W [--preload FILE]
-SYSTEM is a peer's row, or "ZeroFn": then every budget is a row of the same process.
+SYSTEM is a peer's row, or ZeroFn's compiled one, or "ZeroFn": then every budget is a row of the same process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.memory import allocations
 from benchmarks.step.worker import ALL_WORKLOADS, builder, join, preload
 
 NUM_STEPS = 4  # before times are taken: the last two under the profiler
-ZEROFN, STAGE = "ZeroFn", 3
+ZEROFN, COMPILED, STAGE = "ZeroFn", "ZeroFn 3, compiled", 3
 AMPLE = "1TB"
 
 
@@ -69,7 +69,11 @@ class Peer(Rank):
 
     def begin(self) -> dict[str, Any]:
         self.row = builder(self.system)(self.work, self.rank, self.world)
-        return self.begun(self.row.step)
+        found = self.begun(self.row.step)
+        if self.system == COMPILED:
+            step: Any = self.row.step
+            found["predicted"] = step.compiled.lower(step.state, self.tokens[0]).memory().total
+        return found
 
     def turn(self, steps: int) -> dict[str, Any]:
         return self.timed(self.row.step, steps)

@@ -18,25 +18,28 @@ from benchmarks.common.handwritten import Handwritten, Step
 from benchmarks.common.workload import WORKLOADS, Workload, batches
 
 NUM_WARMUP_TURNS = 2
-HANDWRITTEN = "hand-written"
+HANDWRITTEN, COMPILED = "hand-written", "ZeroFn 3, compiled"
 
 
-def loops(work: Workload, stages: list[int]) -> dict[str, Step]:
+def loops(work: Workload, stages: list[int], compiled: bool = False) -> dict[str, Step]:
     from benchmarks.common.zerofn_rows import Compiled
 
-    return {HANDWRITTEN: Handwritten(work), **{f"ZeroFn {k}": Compiled(work, k) for k in stages}}
+    rows: dict[str, Step] = {HANDWRITTEN: Handwritten(work), **{f"ZeroFn {k}": Compiled(work, k) for k in stages}}
+    return rows | ({COMPILED: Compiled(work, 3, backend="inductor")} if compiled else {})
 
 
 Series = dict[str, list[float]]  # "ms", "losses"
 
 
-def alternate(work: Workload, stages: list[int], num_turns: int, block: int) -> dict[str, Series]:
+def alternate(
+    work: Workload, stages: list[int], num_turns: int, block: int, compiled: bool = False
+) -> dict[str, Series]:
     """Milliseconds of each timed step and every loss, by loop.
 
     Each turn every loop trains on the same `block` batches. In a longer block the first step is
     not timed: it finds the caches as another loop left them, which no training run does.
     """
-    rows = loops(work, stages)
+    rows = loops(work, stages, compiled)
     result = {name: {"ms": [], "losses": []} for name in rows}
     tokens = iter(batches(work, 0, 1, (NUM_WARMUP_TURNS + num_turns) * block))
     order = list(rows)
@@ -68,9 +71,10 @@ def main() -> None:
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--block", type=int, default=1, help="steps of a turn")
     parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3])
+    parser.add_argument("--compiled", action="store_true", help="stage 3 by Inductor, too")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = alternate(WORKLOADS[options.workload], options.stages, options.turns, options.block)
+    result = alternate(WORKLOADS[options.workload], options.stages, options.turns, options.block, options.compiled)
     print("RESULT " + json.dumps(result), flush=True)
 
 

@@ -1,8 +1,9 @@
 """python -m benchmarks.step.overhead   (make bench): what ZeroFn itself costs.
 
 Capture and passes: seconds, and seconds a node, for a 12- and a 48-layer Llama at stage 3 of two
-ranks, on a process group that moves nothing. Dispatch: the compiled step of a tiny model beside
-the hand-written loop in one process. Guards: what a call looks at. Meetings: how much longer a step of
+ranks, on a process group that moves nothing; once more with backend="inductor", whose regions nothing
+has compiled before. Dispatch: the step of a tiny model, eager at each stage and compiled at stage 3,
+beside the hand-written loop in one process. Guards: what a call looks at. Meetings: how much longer a step of
 two ranks that transfers next to nothing takes because ranks tell each other what they run. Rounds are
 interleaved; every figure is a median over them.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,18 +29,19 @@ from benchmarks.common import processes, report
 from benchmarks.common.limits import ONE_RANK, Check
 from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.statistic import interval, ratio
-from benchmarks.step.onerank import HANDWRITTEN
+from benchmarks.step.onerank import COMPILED, HANDWRITTEN
 
 LAYERS = (12, 48)
 WORLD, STAGE = 2, 3
 SECONDS_LIMIT, PER_NODE_LIMIT = 10.0, 1.3
+COMPILED_ROUNDS = 1  # each compiles 25 s and more
 DISPATCH_TURNS, DISPATCH_BLOCK = 10, 20
 MEETINGS, MEETING_LIMIT = 300, 0.5  # of two ranks on one machine; milliseconds a step
 GUARDED, GUARDS_LIMIT = 1000, 0.25  # modules; milliseconds a call
 
 
-def capture(layers: int) -> dict[str, Any]:
-    """Compile a step of a Llama of that depth: `step.timings` and the first call, in seconds."""
+def capture(layers: int, backend: str) -> dict[str, Any]:
+    """Capture a step of a Llama of that depth: `step.timings` and the first call, in seconds."""
     import torch
 
     from benchmarks.common.workload import DEEP, batches
@@ -51,19 +55,20 @@ def capture(layers: int) -> dict[str, Any]:
     found = {}
     for name, depth in (("cold", 2), ("warm", layers)):
         tokens = batches(DEEP[depth], 0, WORLD, 1)[0]
-        compiled = Compiled(DEEP[depth], STAGE)
+        compiled = Compiled(DEEP[depth], STAGE, backend=backend)
         start = time.perf_counter()
         compiled(tokens)
         found[name] = dict(compiled.compiled.timings) | {"call": time.perf_counter() - start}
     return found
 
 
-def capture_rounds(num_rounds: int, console: Console) -> dict[int, list[dict[str, Any]]]:
+def capture_rounds(num_rounds: int, console: Console, backend: str = "eager") -> dict[int, list[dict[str, Any]]]:
     found: dict[int, list[dict[str, Any]]] = {layers: [] for layers in LAYERS}
     for number in range(num_rounds):
         for layers in LAYERS if number % 2 == 0 else reversed(LAYERS):
             command = [*program(sys.executable, "benchmarks.step.overhead"), "--child", str(layers)]
-            (result,) = processes.run(f"capture of {layers} layers", [command])
+            with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
+                (result,) = processes.run(f"capture of {layers} layers", [[*command, "--backend", backend]])
             found[layers].append(result)
             seconds = total(result["warm"])
             line = f"round {number + 1}/{num_rounds}  {layers} layers  {seconds:.2f} s"
@@ -79,7 +84,7 @@ def dispatch_rounds(num_rounds: int, console: Console) -> dict[str, dict[str, li
     """Milliseconds a step and per-round ratios to the hand-written loop, by loop."""
     found: dict[str, dict[str, list[float]]] = {}
     command = [*program(sys.executable, "benchmarks.step.onerank"), "--workload", "tiny"]
-    command += ["--turns", str(DISPATCH_TURNS), "--block", str(DISPATCH_BLOCK)]
+    command += ["--turns", str(DISPATCH_TURNS), "--block", str(DISPATCH_BLOCK), "--compiled"]
     for number in range(num_rounds):
         (loops,) = processes.run("dispatch of a tiny model", [command])
         by_hand = loops[HANDWRITTEN]["ms"]
@@ -150,9 +155,9 @@ def meeting_rounds(num_rounds: int) -> list[float]:
     return found
 
 
-def capture_table(captures: dict[int, list[dict[str, Any]]]) -> Table:
+def capture_table(captures: dict[int, list[dict[str, Any]]], backend: str = "eager") -> Table:
     table = Table(
-        title=f"Capture and passes: Llama at stage {STAGE} of {WORLD} ranks (fake process group)",
+        title=f"Capture and passes, {backend}: Llama at stage {STAGE} of {WORLD} ranks (fake process group)",
         caption="Seconds, medians over rounds. Once a process: the same for 2 layers, done first.",
     )
     names = list(captures[LAYERS[0]][0]["warm"]["passes"])
@@ -208,7 +213,7 @@ def checks(
         value = interval(met)
         found.append(Check(f"meeting of {WORLD} ranks, ms a step", str(value), value.median, MEETING_LIMIT))
     for name, loop in loops.items():
-        if name != HANDWRITTEN:
+        if name not in (HANDWRITTEN, COMPILED):
             value, what = interval(loop["ratios"]), f"dispatch, {name} / hand-written"
             found.append(Check(what, str(value), value.median, ONE_RANK["tiny"]))
     return found
@@ -220,6 +225,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--backend", default="eager", help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -231,7 +237,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     if options.child is not None:
-        print("RESULT " + json.dumps(capture(options.child)), flush=True)
+        print("RESULT " + json.dumps(capture(options.child, options.backend)), flush=True)
         return 0
     if options.meet is not None:
         print("RESULT " + json.dumps(meet(options.meet, options.port)), flush=True)
@@ -239,15 +245,22 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         captures = capture_rounds(options.rounds, console)
+        compiled = capture_rounds(COMPILED_ROUNDS, console, "inductor")
         loops = dispatch_rounds(options.rounds, console)
         met = meeting_rounds(options.rounds)
     except BenchmarkError as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1
     found = checks(captures, loops, guards(), met)
-    for table in (capture_table(captures), dispatch_table(loops), report.check_table(found)):
+    for table in (
+        capture_table(captures),
+        capture_table(compiled, "inductor"),
+        dispatch_table(loops),
+        report.check_table(found),
+    ):
         console.print(table)
-    run = {"surroundings": report.surroundings(), "capture": captures, "dispatch": loops, "meetings": met}
+    run = {"surroundings": report.surroundings(), "capture": captures, "compiled": compiled}
+    run |= {"dispatch": loops, "meetings": met}
     return report.conclude(options.out / "overhead.json", run, found, options.check)
 
 
