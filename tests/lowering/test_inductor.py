@@ -8,11 +8,12 @@ import torch
 import zerofn
 from tests.lowering.test_cuda_graphs import same
 from tests.lowering.test_regions import sum_of_two
+from tests.lowering.test_segments import Recorded
 from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
-from zerofn.lowering import inductor, regions
+from zerofn.lowering import cuda_graphs, inductor, regions
 from zerofn.util.process import instead, the
 
 pytestmark = pytest.mark.slow  # Inductor compiles
@@ -157,3 +158,13 @@ def test_the_log_says_what_was_compiled(monkeypatch, caplog, tmp_path):
     num = len(the(regions.Compiled).regions)
     assert said.startswith(f"train_step: {num} distinct regions in ")
     assert said.endswith(f"{num} compiled here, 0 read from the disk, 0 run operation by operation.")
+
+
+def test_segments_run_their_regions_compiled(monkeypatch, tmp_path):
+    monkeypatch.setattr(regions, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(regions, "compile_graph", added)
+    monkeypatch.setattr(cuda_graphs, "WARM_UP", 1)
+    expected = small(backend="inductor")
+    found = small(backend=cuda_graphs.Graphs(inductor.Inductor(), Recorded(), "cpu"))
+    assert_same_trees(found, expected)
+    assert not same(found, small())
