@@ -186,6 +186,19 @@ def test_what_is_measured_is_what_was_planned():
     assert planned * 0.98 <= peak(step, state, batch_of()) <= planned * 1.005
 
 
+def test_a_plan_for_a_device_takes_tiles_and_counts_their_products():
+    def row(memory):
+        model, options = build("llama"), {"stage": 3, "precision": "bf16", "remat": "budget", "memory": memory}
+        make = lambda: zerofn.TrainState.create(params=dict(model.named_parameters()), tx=optim.adamw(1e-2))  # noqa: E731
+        return zerofn.plan(step_of(model), make, batch_of(), machine="A100-8", world=2, offload=None, **options)[0]
+
+    whole = row(1 << 40).plan
+    tiles = row(int(0.8 * whole.memory().total)).plan
+    assert in_tiles(whole.program.gm) == [] != in_tiles(tiles.program.gm)
+    assert tiles.flops.model == whole.flops.model
+    assert tiles.flops.again - whole.flops.again >= 2 * 2 * ROWS * LENGTH * VOCABULARY * WIDTH
+
+
 def prepared(train_step, state, batch):
     program = capture(train_step, state, batch)
     passes.pipeline(True).prepare(program)
