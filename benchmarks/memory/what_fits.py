@@ -187,7 +187,9 @@ def measured(runs: dict[str, dict[str, Any]]) -> list[str]:
         "check; and",
         "8-bit moments without a drive, updated inside the backward pass. GB at most since the moment before. The "
         "process itself",
-        "is Python, torch, transformers and the graph of the step; what is measured beyond both are holes of malloc.",
+        "is Python, torch, transformers and the graph of the step. At construction the state is planned; leaves and "
+        "units on their",
+        "way into it come on top, less than a step needs. What a step takes beyond both are holes of malloc.",
         "",
         "| plan | moment | planned | process | measured | measured / both |",
         "|---|---|---:|---:|---:|---:|",
