@@ -86,7 +86,7 @@ def compile(
 
     `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
     but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
-    gathers them again, and recomputes or offloads activations; the values are the same, bit for bit. torch's CUDA
+    gathers them again, recomputes or offloads activations, tiles logits; on hosts bits are the same. torch's CUDA
     allocator is held to it, too, with an eighth (at least 1 GiB) for workspace, until a step without `memory` runs.
     `remat`: "full" recomputes every activation that does not cross from one unit's part of the model to the next;
     "auto" the cheapest ones, until those saved take half of the memory. `machine`: the cost model that schedules

@@ -99,7 +99,7 @@ class Plan:
         pass, `staging` buffers of offloading, `other`, and static buffers that are `reserved` and not in use at
         the moment.
 
-        Workspace that operations allocate while they run is not known.
+        Workspace that operations allocate while they run is not known, but for that of logits in tiles.
         """
         return self._memory
 
