@@ -147,3 +147,16 @@ def refusals():
 
 def test_mistakes_are_sentences(ranks):
     ranks(2, refusals)
+
+
+def beside_a_plain_one():
+    config = ODD
+    build_one = partial(transformers.LlamaForCausalLM, config)
+    before = config._attn_implementation
+    context(zerofn.skeleton(build_one), Mesh.make(context=-1), method="ring")
+    plain_model, ids = build_one(), torch.arange(16).view(2, 8)
+    return config._attn_implementation == before, plain_model(input_ids=ids, labels=ids).loss.isfinite().item()
+
+
+def test_other_models_of_the_same_config_stay_as_they_were(ranks):
+    assert ranks(2, beside_a_plain_one) == [(True, True)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -84,10 +85,19 @@ def _shares_of_heads(mesh: Mesh) -> int:
 
 def _cut(method: str, model: Any, axis: Axis, ways: Ways) -> None:
     """Let the model compute with parts of sequences."""
+    _copy_configs(model)
     config = model.config.get_text_config()
     if axis.size > 1 or ways.rehearsed:
         _switch(model, config, axis, method, ways)
     model.forward = _of_parts(model, model.forward, config, axis, f"zerofn_{method}", ways)
+
+
+def _copy_configs(model: nn.Module) -> None:
+    """Give the model configs of its own: the choice of attention is written there, and others may share them."""
+    memo: dict[int, Any] = {}
+    for part in model.modules():
+        if hasattr(part, "config"):
+            part.config = copy.deepcopy(part.config, memo)
 
 
 def _switch(model: Any, config: Any, axis: Axis, method: str, ways: Ways) -> None:
