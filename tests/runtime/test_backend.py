@@ -163,8 +163,10 @@ def test_a_bind_that_fails_is_tried_again():
 def test_backends_that_are_refused():
     with pytest.raises(ValueError, match="backend='fast' is not known; write 'eager', .*, or pass a Backend"):
         zerofn.compile(train_step_of(MODULE), backend="fast")
+    with pytest.raises(ValueError, match="Did you mean 'graphs'"):
+        backend_of("Graph")
     for wrong in (3, Interpreted, None):
-        with pytest.raises(TypeError, match=r"is not a backend; pass 'eager', or an instance with bind\(program\)"):
+        with pytest.raises(TypeError, match=r"is not a backend; write 'eager', .* with bind\(program\)"):
             backend_of(wrong)
 
 

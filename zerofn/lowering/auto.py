@@ -79,8 +79,19 @@ class Auto(Inductor):
     def _decide(self, program: Program) -> None:
         saved, regions = _saved(program.gm, roofline(usual_for(program.gm))), _unique(program.gm)
         self._regions = regions
-        if not regions or saved * STEPS < SECONDS * len(regions) or missing(program.gm):
+        if saved * STEPS < SECONDS * len(regions) or not regions:
+            log.info(
+                "%s is not compiled: that would save %.3g ms a step, and take about %.3g s.",
+                program.name, 1e3 * saved, SECONDS * len(regions),
+            )  # fmt: skip
             return
+        if reason := missing(program.gm):
+            log.info("%s is not compiled: %s", program.name, reason)
+            return
+        log.info(
+            "%s: %d regions are compiled in another process, to save %.3g ms a step.",
+            program.name, len(regions), 1e3 * saved,
+        )  # fmt: skip
         self._waits = True
         if not done_file(regions).exists() and os.environ.get("LOCAL_RANK", "0") == "0":
             start(regions)

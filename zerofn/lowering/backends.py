@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..runtime.backend import Backend, Eager
+from ..util.errors import nearest
 from .auto import Auto
 from .cuda_graphs import Graphs
 from .inductor import Inductor
@@ -16,6 +17,7 @@ _NAMED: dict[str, Callable[[], Backend]] = {
     "graphs": lambda: Graphs(Eager()),
     "inductor+graphs": lambda: Graphs(Inductor()),
 }
+_CHOICE = f"write {', '.join(map(repr, _NAMED))}, or pass a Backend"
 
 
 def backend_of(backend: str | Backend) -> Backend:
@@ -25,11 +27,11 @@ def backend_of(backend: str | Backend) -> Backend:
     """
     if isinstance(backend, str):
         if backend not in _NAMED:
-            known = ", ".join(map(repr, _NAMED))
-            raise ValueError(f"compile: backend={backend!r} is not known; write {known}, or pass a Backend.")
+            meant = "".join(f" Did you mean {word!r}?" for word in nearest(backend.lower(), _NAMED, 1))
+            raise ValueError(f"compile: backend={backend!r} is not known; {_CHOICE}.{meant}")
         return _NAMED[backend]()
     if isinstance(backend, type) or not isinstance(backend, Backend):
         raise TypeError(
-            f"compile: backend={backend!r} is not a backend; pass 'eager', or an instance with bind(program) -> Runner."
+            f"compile: backend={backend!r} is not a backend; {_CHOICE}, an instance with bind(program) -> Runner."
         )
     return backend
