@@ -36,6 +36,9 @@ _UP = (1 << (_EXPONENT - 2)) - 1  # carries into the exponent where a fraction i
 def fp8_scale(x: Tensor, grad: bool) -> Tensor:
     """Numbers of any shape -> their scale, float32: x / scale fits into e4m3, or with `grad` into e5m2. NaN where one
     of them is not finite.
+
+    A scale is at least 2^-100. So a tensor whose largest element is at most 2^-110 (8e-34), or with `grad` 2^-117
+    (6e-36), becomes zeros.
     """
     top = torch.linalg.vector_norm(x, torch.inf).to(torch.float32)
     if kernels(x) is cuda:

@@ -309,6 +309,13 @@ def is_functorch_tensor(x: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
+def unwrapped(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that `torch.func` transforms track as `x`."""
+    while is_functorch_tensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x
+
+
 # What a capture that knows an operation's results already needs of torch's: see `shortcut`.
 no_dispatch = torch._C._DisableTorchDispatch  # inside, neither modes nor subclasses of tensors see a call
 _FAKE, _PROXY, _FUNCTIONAL = (getattr(torch._C._TorchDispatchModeKey, key) for key in ("FAKE", "PROXY", "FUNCTIONAL"))

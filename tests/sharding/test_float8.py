@@ -1,5 +1,6 @@
 """The rule of float8 products, and the devices that have them."""
 
+import pickle
 import re
 
 import pytest
@@ -31,6 +32,49 @@ def test_a_rule_of_ones_own_is_asked_for_names():
         rule.why_not("odd", weight(64, 24), 96)
     with pytest.raises(TypeError, match="where must be a function of 1 argument"):
         Fp8("down")
+
+
+@pytest.mark.parametrize("answer", [torch.tensor(True), None, "yes", 1])
+def test_an_answer_is_true_or_false(answer):
+    init = zerofn.TrainState.create(params={"w": torch.zeros(32, 32)}, tx=zerofn.optim.sgd(0.1))
+    precision = zerofn.Precision(torch.float32, torch.bfloat16, fp8=Fp8(lambda name: answer))
+    with pytest.raises(TypeError, match=r"where\('w'\) must return True or False, got .*Write bool\("):
+        zerofn.shard(init, precision=precision)
+
+
+def test_a_state_keeps_the_answers_and_states_with_equal_ones_share_captures():
+    kept, asked = {"a"}, []
+    params = {"a": torch.zeros(32, 16), "b": torch.zeros(16, 32), "c": torch.zeros(3, 5), "bias": torch.zeros(16)}
+    init = zerofn.TrainState.create(params=params, tx=zerofn.optim.adamw(0.1))
+
+    def sharded():
+        rule = Fp8(lambda name: asked.append(name) or name in kept)
+        return zerofn.shard(init, precision=zerofn.Precision(torch.float32, torch.bfloat16, fp8=rule)).params.spec
+
+    first, other = sharded(), sharded()
+    assert asked == ["a", "b", "c"] * 2  # once each, and matrices alone
+    kept = {"b"}
+    changed = sharded()
+    for spec, name in ((first, "a"), (other, "a"), (changed, "b")):
+        assert [x for x in params if spec.precision.fp8.where(x)] == [name]
+    assert first.signature == other.signature != changed.signature
+    assert pickle.loads(pickle.dumps(first.precision)) == first.precision
+
+
+def of_each_rank():
+    init = zerofn.TrainState.create(params={"w": torch.zeros(32, 32), "v": torch.zeros(32, 32)}, tx=zerofn.optim.sgd(1))
+
+    def shard(where):
+        zerofn.shard(init, precision=zerofn.Precision(torch.float32, torch.bfloat16, fp8=Fp8(where)))
+
+    elsewhere = [lambda name: True for _ in range(1 + zerofn.rank())]  # functions at another address on each rank
+    shard(elsewhere[-1])
+    with pytest.raises(RuntimeError, match=r"v \[32, 32\].*, in float8"):
+        shard(lambda name: name == "w" or zerofn.rank() == 0)
+
+
+def test_ranks_agree_about_the_answers(ranks):
+    ranks(2, of_each_rank)
 
 
 def test_the_cpu_emulates():

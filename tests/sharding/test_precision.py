@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zerofn import Precision
+from zerofn import Fp8, Precision
 from zerofn.sharding import precision as precision_module
 from zerofn.sharding.precision import resolve
 
@@ -40,6 +40,12 @@ def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
 def test_what_is_no_precision_raises(given):
     with pytest.raises(TypeError, match="expected None, .bf16., .fp16., .fp32., .fp8. or a zerofn.Precision"):
         resolve(given)
+
+
+@pytest.mark.parametrize("given", [True, False, "yes", Fp8, lambda name: True])
+def test_what_is_no_rule_of_float8_products_raises(given):
+    with pytest.raises(TypeError, match=r"Precision: fp8 must be a zerofn.Fp8 or None, got .*Write fp8=zerofn.Fp8\(\)"):
+        Precision(f32, bf16, f32, fp8=given)
 
 
 def test_two_codecs_are_refused(monkeypatch):

@@ -335,6 +335,78 @@ def test_what_stays_in_bfloat16_is_said_and_can_be_chosen():
     assert zerofn.compile(step).lower(state, batch_of()).float8 is None
 
 
+def test_a_rule_that_reads_a_global_is_that_of_the_state():
+    kept = {"a.weight"}
+    rule = zerofn.Fp8(lambda name: name in kept)
+    state, step = started(zerofn.Precision(torch.float32, torch.bfloat16, torch.float32, fp8=rule))
+    run = zerofn.compile(step, donate=False)
+    before = trained(state, run)
+    kept.clear()
+    assert_same_trees(trained(state, run), before)
+    assert_same_trees(trained(state, zerofn.compile(step, donate=False)), before)
+    for rows in (5, 6):  # a captured batch, and a new one
+        assert [name for name, why in run.lower(state, batch_of(rows=rows)).float8.items() if not why] == ["a.weight"]
+
+
+TRANSFORM, EMPTY = "its layer is called inside a transform of torch.func", "its input is empty"
+
+
+@pytest.mark.parametrize(
+    "calls, told",
+    [
+        ("plain", ""),
+        ("vmap", TRANSFORM),
+        ("jvp", TRANSFORM),
+        ("jacrev", TRANSFORM),
+        ("weight", TRANSFORM),
+        ("empty", EMPTY),
+        ("float32", "its input is float32, and not bfloat16"),
+        ("empty plain", f"in some calls: {EMPTY}"),
+        ("plain empty", f"in some calls: {EMPTY}"),
+        ("plain vmap", f"in some calls: {TRANSFORM}"),
+    ],
+)
+def test_every_call_is_decided_and_told(calls, told, caplog):
+    """The loss is the sum of those of the calls."""
+    func = torch.func
+
+    def linear(x, w):
+        return nn.functional.linear(x, w)
+
+    def cast(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return linear(x.float(), w)
+
+    functions = {
+        "plain": linear,
+        "empty": lambda x, w: linear(x[:0], w),
+        "float32": cast,
+        "vmap": lambda x, w: func.vmap(lambda row: linear(row, w))(x),
+        "jvp": lambda x, w: func.jvp(lambda x: linear(x, w), (x,), (torch.ones_like(x),))[1],
+        "jacrev": lambda x, w: func.jacrev(lambda x: linear(x, w).sum(0))(x),
+        "weight": lambda x, w: func.grad(lambda w: linear(x, w).float().square().sum())(w),
+    }
+
+    def loss_of(w, x, functions):
+        return sum(functions[name](x, w).float().square().sum() for name in calls.split())
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: loss_of(p["w"], x, functions))(x)
+        return state.apply_gradients(grads), loss
+
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    w = torch.randn(16, 32, generator=torch.Generator().manual_seed(2))
+    state = zerofn.shard(zerofn.TrainState.create(params={"w": w}, tx=optim.sgd(0.1)), precision="fp8")
+    run = zerofn.compile(step)
+    assert run.lower(state, x).float8 == {"w": told}
+    with caplog.at_level(logging.WARNING, "zerofn"):
+        _, loss = run(state, x)
+    assert ("no product is float8" in caplog.text) == (told in (TRANSFORM, EMPTY) or "float32" in told)
+    by_torch = {**functions, "plain": lambda x, w: (rounded(x) @ rounded(w).T).to(x.dtype)}
+    want = loss_of(w.bfloat16(), x, by_torch)
+    assert abs(float(loss - want)) <= 1e-4 * abs(float(want))
+
+
 @pytest.mark.part(name=["gpt2", "llama"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
 def test_heads_stay_in_bfloat16(name):

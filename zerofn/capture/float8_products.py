@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 
+_SOME = "in some calls: "
 _seen: ContextVar[list[Mapping[str, str]] | None] = ContextVar("products", default=None)
 
 
@@ -35,5 +36,25 @@ def float8_of(noted: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
     """
     found: dict[str, str] = {}
     for each in noted:
-        found |= {name: why and found.get(name, why) for name, why in each.items()}
+        found |= {name: min(found.get(name, why), why, key=_bfloat16) for name, why in each.items()}
     return found if noted else None
+
+
+def of_calls(whys: Collection[str]) -> str:
+    """Return what becomes of a weight, of its calls: "" if all are float8, or why they are not.
+
+    >>> of_calls(["", "its input is empty"]), of_calls(["its input is empty"])
+    ('in some calls: its input is empty', 'its input is empty')
+    """
+    float8, others = "" in whys, [why for why in whys if why]
+    return (_SOME if float8 else "") + others[0] if others else ""
+
+
+def none_is_float8(found: Mapping[str, str]) -> bool:
+    """Return whether no product is float8."""
+    return all(_bfloat16(why) == 2 for why in found.values())
+
+
+def _bfloat16(why: str) -> int:
+    """Return 0 if all products with a weight are float8, 1 if some are, and 2 if none is."""
+    return (1 if why.startswith(_SOME) else 2) if why else 0

@@ -182,8 +182,8 @@ class Plan:
 
     @property
     def float8(self) -> dict[str, str] | None:
-        """Map each matrix of the parameters to "" if products with it are float8, or to why they are not; None without
-        `precision="fp8"`.
+        """Map each matrix of the parameters to "" if products with it are float8, or to why those of all or of some
+        calls are not; None without `precision="fp8"`.
         """
         return None if self.program.float8 is None else dict(self.program.float8)
 

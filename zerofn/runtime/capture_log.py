@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..capture.float8_products import none_is_float8
 from ..graph.program import Program, tensor_of
 from ..job.agreement import rank_and_size
 from ..ops import cpu, cuda
@@ -115,7 +116,7 @@ class CaptureLog:
         for device in {x.device.type for x in map(tensor_of, program.placeholders) if x is not None and x.dim()}:
             _tell_of_kernels(device)
         self._tell_of_unused(program)
-        if program.float8 is not None and all(program.float8.values()) and rank_and_size()[0] == 0:
+        if program.float8 is not None and none_is_float8(program.float8) and rank_and_size()[0] == 0:
             log.warning("%s: with precision='fp8', %s", self._name, _no_products(program.float8))
         log.info(
             "%s: captured (%s): %s, %d nodes, %.2f s%s",

@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from ..ops.fp8_products import ALIGNED
-from ..util.arguments import check_fields
+from ..util.arguments import check_fields, told
 
 _FIRST = (8, 9)  # NVIDIA's first compute capability with float8 products
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """`Fp8.where` of one state: the names that it takes."""
+
+    names: frozenset[str] = field(repr=False)
+
+    def __call__(self, name: str) -> bool:
+        return name in self.names
 
 
 @dataclass(frozen=True)
 class Fp8:
     """Which linear layers multiply in float8: `Precision(fp8=Fp8(where))`, or `precision="fp8"` for the default.
 
-    `where(name)` is asked the name of each weight that a linear layer multiplies by; both of its sizes must be
-    multiples of 16. None takes every such layer but those that are as wide as the longest embedding table is long:
-    heads, whose logits need their bits. Everything else computes in `Precision.compute`: other layers, attention,
-    norms, embeddings and sums. `step.lower(...)` says of each weight what was decided, and why.
+    The default takes every linear layer whose two sizes are multiples of 16, except heads: layers with as many outputs
+    as the longest embedding table has rows, which is the size of the vocabulary. Logits need their bits.
+
+    `where(name)` returns True or False, and replaces the default: it alone decides, about heads too. `shard` calls it
+    once for each matrix of the parameters, and the state keeps the answers: they do not change in training. A layer
+    that it takes must have sizes that are multiples of 16; for matrices that no linear layer multiplies by, the answer
+    has no effect on products.
+
+    Everything else computes in `Precision.compute`: other layers, attention, norms, embeddings and sums.
+    `step.lower(...).float8` says of each weight what was decided, and why.
 
     `gather`: ranks send one another these weights in float8, too, at stage 3: e4m3 in blocks of 256 elements, each with
     a scale of its own, about half of bfloat16's bytes. At every stage the step then computes with the weights as they
-    arrive. It needs `where`, which selects from all matrices with such sizes.
+    arrive. It needs `where`, and sends every matrix so that `where` takes and whose sizes are multiples of 16.
+
+    Raises `TypeError` if `where` is no function of one argument, and in `shard` if it returns something else than True
+    or False; `ValueError` for `gather` without `where`.
 
     >>> rule = Fp8(lambda name: "head" not in name)
     """
@@ -41,10 +61,30 @@ class Fp8:
                 'them are of linear layers. Write Fp8(lambda name: "layers." in name, gather=True).'
             )
 
+    def asked(self, names: Iterable[str]) -> Fp8:
+        """Return the same rule with what `where` answers about matrices. Raises `TypeError` for an answer that is
+        neither True nor False.
+        """
+        return self if self.where is None else replace(self, where=_Chosen(frozenset(filter(self._takes, names))))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The matrices that `where` takes; none before it was `asked`."""
+        return self.where.names if isinstance(self.where, _Chosen) else frozenset()
+
+    def _takes(self, name: str) -> bool:
+        answer: object = self.where is not None and self.where(name)
+        if not isinstance(answer, bool | np.bool_):
+            raise TypeError(
+                f"Fp8(where): where({name!r}) must return True or False, got {told(answer)}. Write bool(...) around "
+                "what it returns."
+            )
+        return bool(answer)
+
     def gathers(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether ranks send one another a leaf in float8."""
         fits = len(shape) == 2 and not any(n % ALIGNED for n in shape)
-        return self.gather and fits and self.where is not None and bool(self.where(name))
+        return self.gather and fits and self._takes(name)
 
     def why_not(self, name: str, weight: torch.Tensor, longest: int) -> str:
         """Return why a linear layer's weight [outputs, inputs] stays in the compute dtype, "" if it does not.
@@ -52,7 +92,7 @@ class Fp8:
         `longest`: the rows of the longest embedding table. Raises `ValueError` for a weight that `where` takes and
         whose sizes do not fit.
         """
-        if self.where is not None and not self.where(name):
+        if self.where is not None and not self._takes(name):
             return "Fp8(where) leaves it out"
         sizes = list(weight.shape)
         if any(n % ALIGNED for n in sizes):
@@ -63,7 +103,7 @@ class Fp8:
                 f"{ALIGNED}: pad the layer, or let where({name!r}) return False."
             )
         if self.where is None and sizes[0] == longest:
-            return "a head, as wide as the longest embedding table is long"
+            return "a head: it has as many outputs as the longest embedding table has rows"
         return ""
 
 

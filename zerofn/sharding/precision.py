@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..comm.wire import CODECS
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
-from ..util.arguments import check_fields
+from ..util.arguments import check_fields, told
 from ..util.errors import nearest
 from .float8 import Fp8
 
@@ -36,7 +36,8 @@ class Precision:
 
     `fp8`: which linear layers multiply in float8. They get what is computed in bfloat16, and return it.
 
-    Raises `ValueError` for another `wire`, and for `fp8` with another `compute` than bfloat16.
+    Raises `ValueError` for another `wire`, and for `fp8` with another `compute` than bfloat16; `TypeError` for an `fp8`
+    that is no `Fp8`.
     """
 
     param: torch.dtype | None = None
@@ -51,6 +52,12 @@ class Precision:
             raise ValueError(
                 f"wire={self.wire!r} is not known; did you mean {nearest(self.wire, CODECS, 1, 0.0)[0]!r}? Leave it "
                 "out to send everything as it is."
+            )
+        if not isinstance(self.fp8, Fp8 | None):
+            raise TypeError(
+                f"Precision: fp8 must be a zerofn.Fp8 or None, got {told(self.fp8)}. Write fp8=zerofn.Fp8() for all "
+                "linear layers but heads, fp8=zerofn.Fp8(where) for those whose weight's name where takes, or leave "
+                "fp8 out."
             )
         if self.fp8 is not None and self.compute is not torch.bfloat16:
             raise ValueError(

@@ -6,7 +6,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ def plan_state(
     states = _nodes(state, is_state)
     check_cuts([params_of(x) for x in states.values()], partition)
     layouts = [params_layout(x, partition, unit_of) for x in states.values()]
+    partition = _asked(partition, layouts)
     known = {signature_of(part): part for layout in layouts for part in sublayouts(layout)}
     masters = {x.dtype for s in states.values() for x in tree.leaves(params_of(s)) if x.is_floating_point()}
     formats = moment_storage(state)
@@ -88,6 +89,15 @@ def plan_state(
         parts.append(ShardedPart(name, Spec(layout, own), first, device, storages, is_params))
         first += len(leaves)
     return parts, treedef
+
+
+def _asked(partition: Partition, layouts: Sequence[Layout]) -> Partition:
+    """Return the partition in which `Fp8.where` was asked about every matrix."""
+    rule = partition.precision.fp8
+    if rule is None:
+        return partition
+    rule = rule.asked(x.name for layout in layouts for x in layout.leaves if len(x.shape) == 2)
+    return replace(partition, precision=replace(partition.precision, fp8=rule))
 
 
 def params_layout(state: Any, partition: Partition, unit_of: Callable[[str], str] | None) -> Layout:
@@ -226,14 +236,16 @@ def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:
 def description(partition: Partition, parts: list[ShardedPart | ReplicatedPart]) -> str:
     """Describe what ranks must agree about, one line each, so that a difference can be shown."""
     again = f", and over {partition.again.name}" if partition.again else ""
-    lines = [f"stage {partition.stage}{again}, {partition.precision}"]
+    precision = next(x.spec.precision for x in parts if isinstance(x, ShardedPart) and x.is_params)
+    taken = precision.fp8.names if precision.fp8 else frozenset()
+    lines = [f"stage {partition.stage}{again}, {precision}"]
     for part in parts:
         if isinstance(part, ReplicatedPart):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
                 f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, "
-                f"kept {storage.described}"
+                f"kept {storage.described}{', in float8' * (leaf.name in taken)}"
                 for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]

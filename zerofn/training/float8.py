@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch_compat import backward_running, is_functorch_tensor
+from .._torch_compat import backward_running, is_functorch_tensor, unwrapped
+from ..capture.float8_products import of_calls
 from ..ops import fp8_products as _products  # noqa: F401  (defines zerofn::fp8_mm)
 from ..sharding.float8 import Fp8
 from ..util.patches import Patches
@@ -38,7 +39,8 @@ class Products:
         self._rule = rule
         self._matrices = [name for name, x in leaves.items() if x.dim() > 1]
         self._tables: dict[str, int] = {}  # embedding tables -> their rows
-        self._found: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}  # weights -> why the rule leaves them out, "" if it does not
+        self._calls: dict[str, dict[str, None]] = {}  # weights -> "" or why not, of each call of a layer
         self._inputs = WeakTensorKeyDictionary()
         for name, leaf in leaves.items():
             setattr(leaf, _MARK, _Weight(self, name))
@@ -47,7 +49,8 @@ class Products:
     def told(self) -> dict[str, str]:
         """The weights that were multiplied by -> "" for float8, or why not; and all other matrices."""
         others = dict.fromkeys(self._matrices, "no linear layer multiplies by it as it is")
-        return {**others, **dict.fromkeys(self._tables, "an embedding table"), **self._found}
+        tables = dict.fromkeys(self._tables, "an embedding table")
+        return {**others, **tables, **{name: of_calls(whys) for name, whys in self._calls.items()}}
 
     def sees_table(self, name: str, rows: int) -> None:
         """Note an embedding table."""
@@ -55,11 +58,16 @@ class Products:
 
     def takes(self, name: str, x: Tensor, weight: Tensor) -> bool:
         """Return whether a layer with this input multiplies by this weight [outputs, inputs] in float8."""
-        why = self._found.get(name)
-        if why is None:
+        why = self._left_out.get(name)
+        if why is None:  # asked once: a table that is seen later would decide otherwise about what is recomputed
             longest = max(self._tables.values(), default=0)
-            why = self._found[name] = self._rule.why_not(name, weight, longest) or _unfit(x, weight)
-        return not why and not _unfit(x, weight)
+            why = self._left_out[name] = self._rule.why_not(name, weight, longest)
+        return not self.sees_call(name, why or _unfit(x, weight))
+
+    def sees_call(self, name: str, why: str) -> str:
+        """Note a call of a layer with this weight, and return why it is not float8."""
+        self._calls.setdefault(name, {})[why] = None
+        return why
 
     def codes_of(self, x: Tensor) -> _Codes:
         """Return the codes of a layer's input, made for the first of the layers that share it. What is recomputed makes
@@ -159,10 +167,13 @@ class _Product(torch.autograd.Function):
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, turned: bool) -> Tensor | None:
     """x [..., k] -> [..., n]; None if it is not to be multiplied in float8."""
-    mark = getattr(weight, _MARK, None)
-    if not isinstance(mark, _Weight) or weight.dim() != 2 or not isinstance(x, Tensor) or is_functorch_tensor(x):
+    mark = getattr(unwrapped(weight), _MARK, None) if isinstance(x, Tensor) and isinstance(weight, Tensor) else None
+    if not isinstance(mark, _Weight) or weight.dim() != 2:
         return None
     products, name = mark
+    if is_functorch_tensor(x) or is_functorch_tensor(weight):
+        products.sees_call(name, "its layer is called inside a transform of torch.func")
+        return None
     if not products.takes(name, x, weight.t() if turned else weight):
         return None
     codes, scale, x_turned = products.codes_of(x)
