@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import pickle
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +59,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Whether an operation that runs graphs compiles one of them just now.
 compiles_for_itself = getattr(torch._higher_order_ops.utils, "_in_hop_compile", lambda: True)
@@ -423,6 +425,23 @@ def new_node(graph: torch.fx.Graph, target: Any, args: tuple[Any, ...], kwargs: 
 def expression_of(size: torch.SymInt) -> Any:
     """A size that is not known, as a sympy expression."""
     return size.node.expr
+
+
+def bound_of(size: torch.SymInt, symbol: Any) -> int | None:
+    """The most that a symbol in a size may be, as far as torch knows: what its operation, or `torch._check`, has said.
+
+    None where nothing was said.
+    """
+    most = size.node.shape_env.bound_sympy(symbol).upper
+    return int(most) if most.is_Integer and most < sys.maxsize - 1 else None
+
+
+def sizes_may_be_unknown(inputs: Sequence[torch.Tensor]) -> None:
+    """Let the next trace make sizes that depend on data, if its inputs are fake already: the trace then takes their
+    mode as it is. Sizes of an earlier trace are forgotten.
+    """
+    for mode in {id(x.fake_mode): x.fake_mode for x in inputs if isinstance(x, FakeTensor)}.values():
+        mode.shape_env = ShapeEnv()
 
 
 def tensor_in_mode(x: torch.Tensor, shape: list[int], strides: list[int]) -> torch.Tensor:

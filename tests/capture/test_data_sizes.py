@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 
 import zerofn
 from tests.support.same import assert_same_trees
@@ -93,6 +94,66 @@ def test_a_plan_takes_upper_bounds():
     shapes = [x.meta["val"].shape for x in program.gm.graph.nodes if isinstance(x.meta.get("val"), torch.Tensor)]
     assert all(type(n) is int for shape in shapes for n in shape)
     assert (NUM, WIDTH) in [tuple(x) for x in shapes]
+
+
+def of_masked_select(params, batch):
+    return torch.masked_select(torch.tanh(batch["x"] @ params["0.w"]), batch["mask"][:, None]).square().mean()
+
+
+def of_checked(params, batch):
+    """Traced twice, as a library's check of data is left out in the second trace only."""
+    loss = of_nonzero(params, batch)
+    if not torch.compiler.is_compiling() and not batch["mask"].any():
+        raise ValueError("the mask is empty")
+    return loss
+
+
+ALL = {"x": torch.arange(1.0, 1 + NUM * WIDTH).reshape(NUM, WIDTH), "mask": torch.ones(NUM).bool()}
+
+
+# Each takes the most that it may of `ALL`: the size that plain torch finds is the bound.
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda x, mask: x[mask],
+        lambda x, mask: x.reshape(2, -1, WIDTH)[mask[:2]],
+        lambda x, mask: x.reshape(-1, 2, WIDTH)[:, mask[:2]],
+        lambda x, mask: x[x > 0],
+        lambda x, mask: x[mask][mask[x[mask][:, 0].long() % NUM]],
+        lambda x, mask: x.nonzero(),
+        lambda x, mask: torch.where(x > 0)[1],
+        lambda x, mask: torch.masked_select(x, mask[:, None]),
+        lambda x, mask: torch.masked_select(x[:, :1], mask),
+        lambda x, mask: torch.unique(x),
+        lambda x, mask: torch.unique(x, dim=0),
+        lambda x, mask: torch.unique_consecutive(x[:, 0]),
+    ],
+)
+def test_the_bound_is_the_largest_size_that_may_be(choose):
+    program, _ = captured(lambda state, batch: choose(**batch).sum(), state_of(0), ALL)
+    (summed,) = (n for n in program.gm.graph.nodes if n.target is torch.ops.aten.sum.default)
+    assert summed.args[0].meta["val"].shape == choose(**ALL).shape
+
+
+def test_the_step_may_say_the_bound():
+    def step(state, batch):
+        rows = batch["x"].repeat_interleave(batch["mask"].long() * 5, 0)
+        torch._check(rows.shape[0] <= 5 * NUM)
+        return (rows @ batch["x"].T).sum()
+
+    assert zerofn.compile(step).lower(state_of(0), ALL).flops.model == 2 * (5 * NUM) * WIDTH * NUM
+
+
+@pytest.mark.parametrize("loss_fn", [*LOSSES, of_masked_select, of_checked])
+def test_zerofn_plan_takes_the_bounds_of_the_captured_step(loss_fn):
+    init, step = lambda: zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-2)), step_with(loss_fn)
+    row = zerofn.plan(step, init, batch_of(), world=1, stage=3, machine="A100", precision=None).plan
+    here = zerofn.compile(step, machine="A100").lower(state_of(3), batch_of())
+    assert row.flops == here.flops
+    with FlopCounterMode(display=False) as counter:  # of all rows
+        leaves = {k: x.requires_grad_() for k, x in params().items()}
+        loss_fn(leaves, batch_of() | {"mask": ALL["mask"], "token": torch.arange(NUM)}).backward()
+    assert row.flops.model == counter.get_total_flops()
 
 
 def test_a_result_of_such_a_size_is_refused():

@@ -1,5 +1,8 @@
 """Which mesh is meant where none is given, and what ranks know of themselves on it: beside plain torch."""
 
+import itertools
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -96,10 +99,24 @@ def test_several_meshes_are_told_where_other_ranks_are_meant():
         one = Mesh.make(data=2, tensor=2)
         assert world_size("rows") == 2
         Mesh.make(data=4)
-        with pytest.raises(ValueError, match=r"several meshes.*like=state"):
-            collectives.mean(torch.ones(()))
-        with pytest.raises(ValueError, match="several meshes"):
-            zerofn.sampler(range(8))
+        asked = {
+            "like=mesh": lambda **given: collectives.mean(torch.ones(()), **given),
+            "axis=mesh.batch": lambda **given: collectives.all_reduce(torch.ones(()), **given),
+            "axis=mesh.axis('data')": lambda **given: collectives.all_reduce(
+                torch.ones(()), **({"axis": "data"} | given)
+            ),
+            "mesh=mesh": lambda **given: list(zerofn.sampler(range(8), shuffle=False, **given)),
+        }
+        for written, call in asked.items():
+            with pytest.raises(ValueError, match=rf"several meshes.*write .*{re.escape(written)}"):
+                call()
+            call(**eval(f"dict({written})", {"mesh": one}))
+        for among, call in itertools.product(["rows", "data"], [rank, world_size]):
+            with pytest.raises(ValueError, match="several meshes") as told:
+                call(among)
+            (written,) = re.findall(r"write (mesh\S+),", str(told.value))
+            with axes_of(one):
+                assert eval(written, {"mesh": one}) == call(among)
         assert collectives.mean(torch.ones(()), like=one).shape == ()
         with axes_of(one):
             assert world_size("rows") == 2

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Proxy
 
 from .. import tree
-from .._torch_compat import compiling, current_trace, data_dependent_errors, lazy_code, make_fx, proxies_of, quiet_fakes
+from .._torch_compat import (
+    compiling,
+    current_trace,
+    data_dependent_errors,
+    lazy_code,
+    make_fx,
+    proxies_of,
+    quiet_fakes,
+    sizes_may_be_unknown,
+)
 from ..graph.program import FlatTree, Program, cached
 from ..graph.source_lines import Lines, line_behind, readable, where
 from ..sharding.sharded import Sharded, is_sharded
@@ -129,6 +138,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         for each in patched:
             stack.enter_context(each)
         stack.enter_context(as_written())
+        sizes_may_be_unknown(inputs)
         try:
             return tracer(*inputs)
         except CaptureError:
@@ -139,6 +149,7 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
                 "algorithm, because of: %s",
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
             )
+        sizes_may_be_unknown(inputs)
         try:
             with compiling():
                 return tracer(*inputs)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .._torch_compat import expression_of, tensor_in_mode
+from .._torch_compat import bound_of, expression_of, tensor_in_mode
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import BOUNDED, traits
+from ..graph.node_kinds import BOUNDED, argument, traits
 from ..graph.program import Program
 from ..graph.source_lines import line_behind
 from ..util.nested_arguments import with_tensors
@@ -25,8 +25,7 @@ from .capture import CaptureError
 def bound_sizes(program: Program) -> None:
     """Replace sizes that depend on data by their upper bounds, in what is known of each node's value.
 
-    A size that an operation makes is at most the number of elements that it was given. Raises `CaptureError` if a
-    transfer or an output of the step has such a size, or if it has no such bound.
+    Raises `CaptureError` if a transfer or an output of the step has such a size.
     """
     bounds: dict[Any, int] = {}
     for gm in graphs_of(program.gm):
@@ -34,13 +33,11 @@ def bound_sizes(program: Program) -> None:
             value = node.meta.get("val")
             if value is None or node.op == "output":
                 continue
-            symbols = set(_symbols(value))
+            symbols = dict(_symbols(value))
             if not symbols:
                 continue
             _check(node)
-            if fresh := symbols - bounds.keys():
-                most = max((_numel(x.meta.get("val")) for x in node.all_input_nodes), default=0)
-                bounds |= dict.fromkeys(fresh, most)
+            bounds |= {x: _most(node, x, size) for x, size in symbols.items() if x not in bounds}
             node.meta.update({"val": _with_bounds(value, bounds), BOUNDED: True})
 
 
@@ -54,13 +51,27 @@ def _check(node: Node) -> None:
         )
 
 
+def _most(node: Node, symbol: Any, size: torch.SymInt) -> int:
+    """Return the most that a symbol in a size may be, which `node` has made.
+
+    It is what torch knows: the elements of a mask for the rows that it chooses, the rows of which `unique(dim=0)`
+    chooses, or what the step says by `torch._check`. Where torch knows nothing (the sum of what `repeat_interleave`
+    is given, a number taken from a tensor), it is the number of elements of the largest input.
+    """
+    if node.target is torch.ops.aten.masked_select.default:  # torch takes the elements of `x`, and a mask may be larger
+        x, mask = (argument(node, name).meta["val"] for name in ("self", "mask"))
+        return math.prod(torch.broadcast_shapes(x.shape, mask.shape))
+    known = bound_of(size, symbol)
+    return max((_numel(x.meta.get("val")) for x in node.all_input_nodes), default=0) if known is None else known
+
+
 def _symbols(value: Any) -> Any:
-    """Yield the unknown sizes in a value, as symbols."""
+    """Yield (symbol, the size that it stands in) of the unknown sizes in a value."""
     for x in value if isinstance(value, list | tuple) else [value]:
         sizes = [*x.shape, *x.stride()] if isinstance(x, Tensor) and x.layout is torch.strided else [x]
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                yield from expression_of(size).free_symbols
+                yield from ((symbol, size) for symbol in expression_of(size).free_symbols)
 
 
 def _numel(value: Any) -> int:

@@ -170,7 +170,7 @@ def mean(x: Tensor, like: Any = None) -> Tensor:
     >>> mean(torch.tensor(3.0))
     tensor(3.)
     """
-    where = _axis(None, "collectives.mean") if like is None else _mesh_of(like).batch
+    where = _axis(None, "collectives.mean", "like=state, or like=mesh") if like is None else _mesh_of(like).batch
     return all_reduce(x, where) / where.size
 
 
@@ -280,5 +280,5 @@ def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     >>> same(torch.tensor(0.5))
     tensor(0.5000)
     """
-    where = present(lambda mesh: mesh.all, "same") if axis is None else _axis(axis)
+    where = present(lambda mesh: mesh.all, "same", "axis=mesh.all, of the mesh that you have made") if axis is None else _axis(axis)
     return Linear.apply(CheckedSame(where, "the value given to zerofn.same"), x)[0]

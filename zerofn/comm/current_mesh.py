@@ -62,8 +62,9 @@ def as_rank(axis: Axis, rank: int) -> Iterator[None]:
         object.__setattr__(axis, "rank", before)
 
 
-def present(choose: Callable[[Mesh], Axis], what: str) -> Axis:
-    """Return an axis of the present mesh. `what`: what is asked for, for errors.
+def present(choose: Callable[[Mesh], Axis], what: str, instead: str) -> Axis:
+    """Return an axis of the present mesh. `what`: what is asked for, and `instead`: what to write where several meshes
+    have such an axis, for errors.
 
     Raises `ValueError` outside of a step if the process has several meshes, along which it would be other ranks.
     """
@@ -75,20 +76,23 @@ def present(choose: Callable[[Mesh], Axis], what: str) -> Axis:
     places = {(x.size, x.rank, x.group if x.size > 1 else "") for x in found}
     if len(places) > 1:
         raise ValueError(
-            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, so say which ranks "
-            "are meant: like=state where it is taken, mesh=..., or an axis of one mesh, mesh.axis(name)."
+            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, so say which of them "
+            f"is meant: write {instead}."
         )
     return found[0]
 
 
-def axis_of(axis: str | Axis | None, what: str = "axis") -> Axis:
+def axis_of(axis: str | Axis | None, what: str = "axis", instead: str = "") -> Axis:
     """Return an axis, or the one of that name of the present mesh; for None the ranks with other parts of the batch.
+    `what`, `instead`: see `present`.
 
     Raises `ValueError` if it is not there.
     """
     if isinstance(axis, Axis):
         return axis
-    return present(lambda mesh: mesh.batch if axis is None else mesh.axis(axis), what)
+    of_mesh = "batch" if axis is None else f"axis({axis!r})"
+    choose = lambda mesh: mesh.batch if axis is None else mesh.axis(axis)  # noqa: E731
+    return present(choose, what, instead or f"axis=mesh.{of_mesh}, of the mesh that you have made")
 
 
 @checked()
@@ -103,7 +107,7 @@ def rank(among: str = "") -> int:
     >>> rank(), rank("rows"), world_size()
     (0, 0, 1)
     """
-    return _among(among, "rank").rank
+    return _among(among, "rank", "rank").rank
 
 
 @checked()
@@ -113,11 +117,13 @@ def world_size(among: str = "") -> int:
     >>> world_size(), world_size("rows")
     (1, 1)
     """
-    return _among(among, "world_size").size
+    return _among(among, "world_size", "size").size
 
 
-def _among(among: str, what: str) -> Axis:
+def _among(among: str, what: str, field: str) -> Axis:
     if not among:
         return Mesh.of(None).axis()
     Mesh.of(None)
-    return present(lambda mesh: mesh.rows if among == "rows" else mesh.axis(among), f"{what}({among!r})")
+    of_mesh = "rows" if among == "rows" else f"axis({among!r})"
+    choose = lambda mesh: mesh.rows if among == "rows" else mesh.axis(among)  # noqa: E731
+    return present(choose, f"{what}({among!r})", f"mesh.{of_mesh}.{field}, of the mesh that you have made")
