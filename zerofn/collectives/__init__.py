@@ -280,5 +280,9 @@ def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     >>> same(torch.tensor(0.5))
     tensor(0.5000)
     """
-    where = present(lambda mesh: mesh.all, "same", "axis=mesh.all, of the mesh that you have made") if axis is None else _axis(axis)
+    where = (
+        present(lambda mesh: mesh.all, "same", "axis=mesh.all, of the mesh that you have made")
+        if axis is None
+        else _axis(axis)
+    )
     return Linear.apply(CheckedSame(where, "the value given to zerofn.same"), x)[0]

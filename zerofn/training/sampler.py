@@ -30,7 +30,11 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     """
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"sampler: dataset must have a length, got {told(dataset)}.")
-    rows = present(lambda own: own.rows, "sampler", "mesh=mesh, the one that you have made") if mesh is None else Mesh.of(mesh).rows
+    rows = (
+        present(lambda own: own.rows, "sampler", "mesh=mesh, the one that you have made")
+        if mesh is None
+        else Mesh.of(mesh).rows
+    )
     if len(dataset) < rows.size:
         raise ValueError(f"sampler: {rows.size} ranks have rows of their own, and the dataset has {len(dataset)}.")
     return DistributedSampler(dataset, rows.size, rows.rank, shuffle=shuffle, seed=seed, drop_last=True)
