@@ -85,16 +85,22 @@ def head_loss_backward(
     the label's log-probability; the largest logit; the logarithm of the sum of exp(logit - largest); the gradient of
     the label's logit.
     """
-    found, numbers = torch.empty_like(x), x.new_empty(4, len(x), dtype=dtype)
+    found, numbers = torch.empty_like(x), x.new_empty(4, len(x), dtype=_wide(dtype))
     at = _places(labels, ignored)
+    # In half precision the host rounds the logarithm before it subtracts it, as its log-probability of the largest
+    # logit has it. Devices subtract it in float32.
+    exact = x.device.type == "cpu" or dtype == numbers.dtype
     for start, stop in tiles(len(x), rows):
         part = slice(start, stop)
         into = numbers[:, part]
         logits = _logits(x[part], weight, bias, dtype)
-        torch.amax(logits, 1, out=into[MOST])
+        into[MOST] = torch.amax(logits, 1)
+        if not exact:
+            into[LOG_SUM] = _log_sums(logits, into[MOST])
         logs = torch.log_softmax(logits, 1)
         del logits
-        torch.amax(logs, 1, out=into[LOG_SUM])  # 0 - the logarithm, exactly: no rounding
+        if exact:
+            into[LOG_SUM] = torch.amax(logs, 1).neg_()  # of 0 - the logarithm, which is not rounded again
         of_tile = grad[part] if grad.dim() else grad
         given = aten.nll_loss_backward(of_tile, logs, labels[part], None, reduction, ignored, total_weight)
         back = aten._log_softmax_backward_data(given, logs, 1, dtype)
@@ -104,15 +110,21 @@ def head_loss_backward(
         into[AT_LABEL] = back.gather(1, at[part])[:, 0]
         torch.mm(back.to(x.dtype), weight, out=found[part])
         del back
-    numbers[LOG_SUM].neg_()
     return found, numbers
 
 
 def head_gradient(
-    numbers: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int, columns: int
+    numbers: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignored: int,
+    dtype: torch.dtype,
+    columns: int,
 ) -> Tensor:
     """Return the gradient of the head's weight. `numbers`: those of `head_loss_backward`."""
-    return head_gradient_out(numbers, x, weight, bias, labels, ignored, columns, out=torch.empty_like(weight))
+    return head_gradient_out(numbers, x, weight, bias, labels, ignored, dtype, columns, out=torch.empty_like(weight))
 
 
 def head_gradient_out(
@@ -122,25 +134,33 @@ def head_gradient_out(
     bias: Tensor | None,
     labels: Tensor,
     ignored: int,
+    dtype: torch.dtype,
     columns: int,
     *,
     out: Tensor,
 ) -> Tensor:
     """Write the gradient of the head's weight into `out`."""
     for start, stop in tiles(len(weight), columns):
-        back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), start, stop)
+        back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), dtype, start, stop)
         torch.mm(back.t(), x, out=out[start:stop])
         del back
     return out
 
 
 def head_gradients(
-    numbers: Tensor, x: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, ignored: int, columns: int
+    numbers: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    ignored: int,
+    dtype: torch.dtype,
+    columns: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the head's weight and of its bias [1, V]."""
     of_weight, of_bias = torch.empty_like(weight), bias.new_empty(1, len(bias))
     for start, stop in tiles(len(weight), columns):
-        back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), start, stop)
+        back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), dtype, start, stop)
         torch.mm(back.t(), x, out=of_weight[start:stop])
         torch.sum(back, [0], True, out=of_bias[:, start:stop])
         del back
@@ -153,32 +173,50 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) 
     return found.to(dtype)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which log_softmax of this dtype computes."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _log_sums(logits: Tensor, most: Tensor) -> Tensor:
+    """Return the logarithm of each row's sum of exp(logit - largest) in the dtype of `most`, the largest."""
+    return logits.to(most.dtype, copy=True).sub_(most[:, None]).exp_().sum(1).log_()
+
+
 def _places(labels: Tensor, ignored: int) -> Tensor:
     """Return labels as an index [T, 1]; where they are ignored, any."""
     return torch.where(labels == ignored, 0, labels)[:, None]
 
 
 def _backward_of_columns(
-    numbers: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, at: Tensor, start: int, stop: int
+    numbers: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    at: Tensor,
+    dtype: torch.dtype,
+    start: int,
+    stop: int,
 ) -> Tensor:
     """Return columns [T, stop - start] of the gradient of logits, in the tokens' dtype.
 
     The kernel of log_softmax's backward pass needs each row's sum of gradients, of which all but the label's are 0. One
     more column has that sum, so that the kernel, and no other exponential function, makes the numbers.
     """
-    logits = _logits(x, weight[start:stop], None if bias is None else bias[start:stop], x.dtype)
     num = stop - start
-    logs = logits.new_empty(len(x), num + 1, dtype=numbers.dtype)
-    logs[:, :num].copy_(logits)
+    logits = _logits(x, weight[start:stop], None if bias is None else bias[start:stop], dtype).to(numbers.dtype)
+    logits.sub_(numbers[MOST, :, None]).sub_(numbers[LOG_SUM, :, None])
+    logs = logits.new_empty(len(x), num + 1, dtype=dtype)
+    logs[:, :num] = logits  # rounded once, as in log_softmax
     del logits
-    logs[:, :num].sub_(numbers[MOST, :, None]).sub_(numbers[LOG_SUM, :, None])
     logs[:, num] = 0
     given = torch.zeros_like(logs)
     given[:, num] = numbers[GRADIENT_AT_LABEL]
-    back = aten._log_softmax_backward_data(given, logs, 1, numbers.dtype)
+    back = aten._log_softmax_backward_data(given, logs, 1, dtype)
     del given, logs
     inside = (at >= start) & (at < stop)
-    back.scatter_(1, torch.where(inside, at - start, num), numbers[AT_LABEL, :, None])
+    rows, places = torch.arange(len(x), device=x.device), torch.where(inside, at - start, num)[:, 0]
+    back[rows, places] = numbers[AT_LABEL].to(dtype)  # scatter_ copies all of `back` in half precision
     return back[:, :num].to(x.dtype)
 
 
@@ -187,26 +225,26 @@ def _flops(products: int) -> Callable[[Mapping[str, Any], Any], int]:
 
 
 def _touches(passes: int) -> Callable[[Mapping[str, Any], Any], int]:
-    """Bytes that are read and written: weights or tokens once a tile, logits of 4 bytes in so many passes."""
+    """Bytes that are read and written: weights or tokens once a tile, logits in so many passes."""
 
     def of(given: Mapping[str, Any], result: Any) -> int:
         x, weight = given["x"], given["weight"]
         again = weight.nbytes * len(tiles(len(x), given["rows"])) if "rows" in given else 0
         again += x.nbytes * len(tiles(len(weight), given["columns"])) if "columns" in given else 0
-        return again + passes * 4 * len(x) * len(weight)
+        return again + passes * given["dtype"].itemsize * len(x) * len(weight)
 
     return of
 
 
 def _workspace(given: Mapping[str, Any], result: Any) -> int:
     """Bytes of a tile: its logits and their logarithms in the forward pass, three copies in the backward pass."""
-    x, weight = given["x"], given["weight"]
+    x, weight, size = given["x"], given["weight"], given["dtype"].itemsize
     indices = 8 * len(x)  # the labels
     if "columns" in given:
         tile = len(x) * (_largest(len(weight), given["columns"]) + 1)
-        return 3 * given["numbers"].element_size() * tile + indices
+        return 3 * size * tile + indices
     tile = _largest(len(x), given["rows"]) * len(weight)
-    return (3 if "grad" in given else 2) * given["dtype"].itemsize * tile + indices
+    return (3 if "grad" in given else 2) * size * tile + indices
 
 
 def _largest(num: int, size: int) -> int:
@@ -214,7 +252,8 @@ def _largest(num: int, size: int) -> int:
 
 
 _HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor labels"
-_ROWS, _COLUMNS = "int ignored, ScalarType dtype, int rows", f"Tensor numbers, {_HEAD}, int ignored, int columns"
+_ROWS = "int ignored, ScalarType dtype, int rows"
+_COLUMNS = f"Tensor numbers, {_HEAD}, int ignored, ScalarType dtype, int columns"
 define(
     f"head_loss({_HEAD}, {_ROWS}) -> Tensor",
     head_loss,
@@ -227,7 +266,7 @@ define(
     head_loss_backward,
     lambda grad, x, weight, bias, labels, total_weight, reduction, ignored, dtype, rows: (
         torch.empty_like(x),
-        x.new_empty(4, len(x), dtype=dtype),
+        x.new_empty(4, len(x), dtype=_wide(dtype)),
     ),
     traits=_BACKWARD,
 )

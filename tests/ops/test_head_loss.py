@@ -24,14 +24,14 @@ def inputs(dtype, bias, ignored):
     return x, weight, torch.randn(CLASSES, dtype=dtype) if bias else None, labels
 
 
-def by_torch(x, weight, bias, labels, ignored, reduction, grad):
+def by_torch(x, weight, bias, labels, ignored, reduction, grad, dtype=torch.float32):
     leaves = [
         t.requires_grad_()
         for t in (x.clone(), weight.clone(), bias.clone() if bias is not None else None)
         if t is not None
     ]
     logits = F.linear(*leaves)
-    loss = F.cross_entropy(logits.float(), labels, ignore_index=ignored, reduction=reduction)
+    loss = F.cross_entropy(logits.to(dtype), labels, ignore_index=ignored, reduction=reduction)
     return [loss.detach(), *torch.autograd.grad(loss, leaves, grad.expand(loss.shape))]
 
 
@@ -40,15 +40,15 @@ def assert_alike(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def by_tiles(x, weight, bias, labels, ignored, reduction, grad):
-    dtype, kind, sizes = torch.float32, REDUCTIONS[reduction], sizes_of(TOKENS, CLASSES)
+def by_tiles(x, weight, bias, labels, ignored, reduction, grad, dtype=torch.float32):
+    kind, sizes = REDUCTIONS[reduction], sizes_of(TOKENS, CLASSES)
     assert sizes == Sizes(256, 256)
     given = x, weight, bias, labels
     logs = ops.head_loss(*given, ignored, dtype, sizes.rows)
     places = (labels == ignored) * -100
     loss, total = aten.nll_loss_forward(logs, places, None, kind, -100)
     of_x, numbers = ops.head_loss_backward(grad.expand(loss.shape), *given, total, kind, ignored, dtype, sizes.rows)
-    columns = numbers, *given, ignored, sizes.columns
+    columns = numbers, *given, ignored, dtype, sizes.columns
     if bias is None:
         out = torch.empty_like(weight)
         ops.head_gradient.out(*columns, out=out)
@@ -79,6 +79,14 @@ def test_losses_and_gradients_have_the_bits_of_whole_logits(dtype, bias, ignored
         assert_alike(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("bias", "ignored", "reduction"), [(False, -100, "mean"), (True, 3, "none")])
+def test_log_probabilities_in_half_precision_have_them_too(dtype, bias, ignored, reduction):
+    given = (*inputs(dtype, bias, ignored), ignored, reduction, torch.tensor(1.7, dtype=dtype), dtype)
+    for ours, theirs in itertools.zip_longest(by_tiles(*given), by_torch(*given)):
+        assert_alike(ours, theirs)
+
+
 def test_infinite_logits_do_what_they_do_whole():
     x, weight, _, labels = inputs(torch.float32, False, -100)
     x[7] = float("inf")
@@ -97,15 +105,15 @@ def allocated(run):
     return max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
 
 
-def test_a_plan_knows_the_bytes_that_tiles_take():
-    dtype = torch.float32
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plan_knows_the_bytes_that_tiles_take(dtype):
     x, weight, _, labels = inputs(dtype, False, -100)
     total, one = torch.tensor(480.0, dtype=dtype), torch.tensor(1.0, dtype=dtype)
-    numbers = torch.zeros(4, TOKENS, dtype=dtype)
+    numbers = torch.zeros(4, TOKENS)
     calls = [
         (ops.head_loss.default, (x, weight, None, labels, -100, dtype, 256)),
         (ops.head_loss_backward.default, (one, x, weight, None, labels, total, 1, -100, dtype, 256)),
-        (ops.head_gradient.default, (numbers, x, weight, None, labels, -100, 256)),
+        (ops.head_gradient.default, (numbers, x, weight, None, labels, -100, dtype, 256)),
     ]
     for op, args in calls:
         result = op(*args)

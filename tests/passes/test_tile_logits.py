@@ -1,5 +1,6 @@
 """Heads and losses in tiles of logits: chosen by a budget, with the bits and the memory of plain torch's step."""
 
+import functools
 import itertools
 import re
 from typing import NamedTuple
@@ -34,13 +35,13 @@ class Output(NamedTuple):
 class Plain(nn.Module):
     """A head with a bias, and a loss of its own."""
 
-    def __init__(self, **options):
+    def __init__(self, cast=torch.float32, **options):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.options = options
+        self.cast, self.options = cast, options
 
     def forward(self, input_ids, labels):
-        logits = self.head(torch.tanh(self.embed(input_ids))).float()
+        logits = self.head(torch.tanh(self.embed(input_ids))).to(self.cast)
         return Output(F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), **self.options), logits)
 
 
@@ -61,12 +62,23 @@ def gpt2():
     )
 
 
+def t5():
+    import transformers
+
+    sizes = {"d_model": WIDTH, "d_ff": 24, "d_kv": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+    return transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0, tie_word_embeddings=True)
+    )
+
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # losses of logits that are not cast to float32
+UNCAST = {f"uncast {name}": functools.partial(Plain, cast=dtype) for name, dtype in HALF.items()} | {"t5": t5}
 MODELS = {"plain": Plain, "llama": llama, "gpt2": gpt2}
 
 
 def build(name):
     torch.manual_seed(0)
-    return MODELS[name]()
+    return (MODELS | UNCAST)[name]()
 
 
 def batch_of(rank=0):
@@ -124,6 +136,7 @@ def at_least_memory(name, **options):
     found, some, plan = trained(name, low, **options)
     assert not none and some[:2] == ["head_loss", "head_loss_backward"] and some[2].startswith("head_gradient")
     assert plan.memory().total <= low < whole.memory().total
+    assert "logits in tiles: 256 tokens; 256 columns, for the head's gradient" in plan.text()
     assert_same_trees(found, expected, f"{name} {options}")
     return found
 
@@ -153,6 +166,15 @@ def test_a_budget_takes_tiles_with_the_bits_of_plain_torch(name):
 )
 def test_in_half_precision_and_in_loops(name, options):
     at_least_memory(name, **options)
+
+
+@pytest.mark.part(name=["uncast bf16"])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("uncast bf16", "bf16"), ("uncast fp16", "fp16"), pytest.param("t5", "bf16", marks=pytest.mark.whole)],
+)
+def test_losses_in_half_precision(name, precision):
+    at_least_memory(name, precision=precision)
 
 
 def on_ranks(name, stages):
@@ -195,6 +217,7 @@ def test_a_plan_for_a_device_takes_tiles_and_counts_their_products():
     whole = row(1 << 40).plan
     tiles = row(int(0.8 * whole.memory().total)).plan
     assert in_tiles(whole.program.gm) == [] != in_tiles(tiles.program.gm)
+    assert "logits in tiles: 256 tokens" in tiles.text() and "logits in tiles" not in whole.text()
     assert tiles.flops.model == whole.flops.model
     assert tiles.flops.again - whole.flops.again >= 2 * 2 * ROWS * LENGTH * VOCABULARY * WIDTH
 

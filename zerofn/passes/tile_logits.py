@@ -18,6 +18,7 @@ from ..ops.registry import VIEWS
 from ._context import Context
 
 aten, ops = torch.ops.aten, torch.ops.zerofn
+DTYPES = torch.float32, torch.bfloat16, torch.float16  # of log-probabilities
 _IGNORED = -100  # of the labels that stand for places in log-probabilities [T, 1]: 0, or this
 
 
@@ -71,7 +72,7 @@ def heads_of(graph: Graph) -> dict[str, Head]:
 def _head_of(logs: Node) -> Head | None:
     value = tensor_of(logs)
     dim, half_to_float = logs.args[1:3]
-    if value is None or value.dtype != torch.float32 or value.dim() != 2 or dim not in (1, -1) or half_to_float:
+    if value is None or value.dtype not in DTYPES or value.dim() != 2 or dim not in (1, -1) or half_to_float:
         return None
     sizes = sizes_of(*value.shape) if all(type(n) is int for n in value.shape) else None
     loss = _user(logs, aten.nll_loss_forward.default)
@@ -177,7 +178,7 @@ def _tile(graph: Graph, head: Head) -> None:
     of_x, numbers = (_before(head.back, operator.getitem, both, k) for k in range(2))
     if head.of_x is not None:
         _replace(head.of_x, of_x)
-    given = (numbers, *of, ignored, head.sizes.columns)
+    given = (numbers, *of, ignored, dtype, head.sizes.columns)
     if head.of_bias is not None and head.of_weight is not None:
         first = min(head.of_bias, head.of_weight, key=list(graph.nodes).index)
         several = _before(first, ops.head_gradients.default, *given)

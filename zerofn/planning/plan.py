@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
+from .._torch_compat import OpOverload
 from ..cost.machine import Machine, machine_of
 from ..cost.op_cost import SENT, Flops, Traffic, flops_of_step, moved, traffic
 from ..cost.op_timer import measured
 from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.liveness import Live, Moment, moments
+from ..graph.nested import graphs_of
 from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
@@ -217,6 +220,7 @@ class Plan:
             again = f", and {in_words(self.flops.again, 'FLOP')} again" if self.flops.again else ""
             lines.append(f"  computed by a rank in a step: {in_words(self.flops.model, 'FLOP')} in products{again}")
         lines += _products_in_words(self.float8 or {})
+        lines += _tiles_in_words(self.program.gm)
         if self.machine is not None:
             time = self.timeline()
             busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
@@ -274,6 +278,18 @@ def _products_in_words(float8: dict[str, str]) -> list[str]:
     for why, names in sorted(found.items()):
         told = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in names.items())
         lines.append(f"    in bfloat16, {why}: {told}" if why else f"    in float8: {told}")
+    return lines
+
+
+def _tiles_in_words(gm: GraphModule) -> list[str]:
+    """Return a line for each head whose logits come in tiles: the sizes of tiles for tokens, and for its gradient."""
+    ops, lines = torch.ops.zerofn, []
+    for each in graphs_of(gm):
+        for node in each.graph.find_nodes(op="call_function", target=ops.head_loss_backward.default):
+            numbers = [part for part in node.users if part.args[1] == 1]  # of which the head's gradient is computed
+            columns = {x.args[-1] for part in numbers for x in part.users if isinstance(x.target, OpOverload)}
+            for_head = "".join(f"; {n:,} columns, for the head's gradient" for n in columns)
+            lines.append(f"  logits in tiles: {node.args[-1]:,} tokens{for_head}")
     return lines
 
 
