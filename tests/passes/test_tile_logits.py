@@ -45,6 +45,14 @@ class Plain(nn.Module):
         return Output(F.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), **self.options), logits)
 
 
+class Rounded(Plain):
+    """Logits that are rounded to bfloat16 before they are cast to float32."""
+
+    def forward(self, input_ids, labels):
+        rounded = self.head(torch.tanh(self.embed(input_ids))).bfloat16().float()
+        return Output(F.cross_entropy(rounded.view(-1, VOCABULARY), labels.view(-1)), rounded)
+
+
 def llama():
     import transformers  # takes ranks seconds
 
@@ -251,11 +259,21 @@ def test_heads_are_found_whatever_the_loss_is_multiplied_by():
     [
         (Plain(label_smoothing=0.1), lambda out: out.loss, False),
         (Plain(weight=torch.ones(VOCABULARY)), lambda out: out.loss, False),
+        (Rounded(), lambda out: out.loss, False),
+        (Plain(cast=torch.bfloat16), lambda out: out.loss, False),
         (Plain(), lambda out: out.loss + out.logits.square().mean(), False),
         (Plain(), lambda out: (out.loss, out.logits), True),
         (Plain(), lambda out: (out.loss, out.logits.argmax(-1)), True),
     ],
-    ids=["smooth labels", "weights of classes", "another loss", "logits", "predictions"],
+    ids=[
+        "smooth labels",
+        "weights of classes",
+        "logits cast twice",
+        "logits cast down",
+        "another loss",
+        "logits",
+        "predictions",
+    ],
 )
 def test_logits_that_something_else_reads_stay_whole(model, read, has_aux):
     assert heads(model, read, has_aux) == {}

@@ -85,6 +85,8 @@ def _head_of(logs: Node) -> Head | None:
         return None
     x, weight, bias = made
     of = _readers(gradient, x, weight)
+    if torch.promote_types(tensor_of(x).dtype, value.dtype) != value.dtype:  # type: ignore[union-attr]
+        return None  # a product takes more than tiles of log-probabilities are counted to take
     values = [tensor_of(y) for y in (gradient, x, weight)]
     if of is None or values[0].shape != value.shape or len({y.dtype for y in values}) > 1:  # type: ignore[union-attr]
         return None
@@ -109,9 +111,9 @@ def _belong_together(logs: Node, loss: Node, given: Node, back: Node) -> bool:
 
 def _made_by(logs: Node) -> tuple[Node, Node, Node | None] | None:
     """Return the tokens, weight and bias of the product that nothing but `logs` reads, through casts and views."""
-    node = logs.args[0]
-    while isinstance(node, Node) and len(node.users) == 1 and _is_alike(node):
-        node = node.all_input_nodes[0]
+    node, num_casts = logs.args[0], 0
+    while isinstance(node, Node) and len(node.users) == 1 and _is_alike(node, num_casts):
+        node, num_casts = node.all_input_nodes[0], num_casts + casts(node)
     if not isinstance(node, Node) or len(node.users) != 1 or node.kwargs:
         return None
     if node.target is aten.mm.default:
@@ -130,15 +132,18 @@ def _made_by(logs: Node) -> tuple[Node, Node, Node | None] | None:
     return (x, weight, bias) if dense and whole and shapes[1][0] == num_columns else None  # type: ignore[return-value]
 
 
-def _is_alike(node: Node) -> bool:
-    """Return whether a node's value is that of its input, in another shape or dtype."""
-    return node.target in VIEWS or casts(node)
+def _is_alike(node: Node, num_casts: int) -> bool:
+    """Return whether a node's value is that of its input, in another shape or dtype. Tiles are cast once: a second cast
+    would be to another dtype, as in `logits.bfloat16().float()`.
+    """
+    return node.target in VIEWS or casts(node) and not num_casts
 
 
 def _gradient(back: Node) -> Node:
     """Return the gradient of logits in the shape and dtype in which products read it."""
-    while len(back.users) == 1 and _is_alike(user := next(iter(back.users))):
-        back = user
+    num_casts = 0
+    while len(back.users) == 1 and _is_alike(user := next(iter(back.users)), num_casts):
+        back, num_casts = user, num_casts + casts(user)
     return back
 
 
