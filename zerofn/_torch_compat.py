@@ -59,7 +59,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode as current_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.proxy_tensor import _ProxyTensor
 from torch.fx.experimental.proxy_tensor import track_tensor_tree as bind_outputs
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 # Whether an operation that runs graphs compiles one of them just now.
 compiles_for_itself = getattr(torch._higher_order_ops.utils, "_in_hop_compile", lambda: True)
@@ -440,6 +439,8 @@ def sizes_may_be_unknown(inputs: Sequence[torch.Tensor]) -> None:
     """Let the next trace make sizes that depend on data, if its inputs are fake already: the trace then takes their
     mode as it is. Sizes of an earlier trace are forgotten.
     """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # brings sympy
+
     for mode in {id(x.fake_mode): x.fake_mode for x in inputs if isinstance(x, FakeTensor)}.values():
         mode.shape_env = ShapeEnv()
 

@@ -156,6 +156,20 @@ def test_zerofn_plan_takes_the_bounds_of_the_captured_step(loss_fn):
     assert row.flops.model == counter.get_total_flops()
 
 
+def of_rounds(params, batch):
+    with torch.no_grad():
+        rounds = torch.zeros((), dtype=torch.int64)
+        x = torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (rounds, batch["x"]))[1]
+    return (x @ params["0.w"]).square().mean()
+
+
+def test_a_loop_whose_rounds_depend_on_data_is_planned():
+    init, step = lambda: zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-2)), step_with(of_rounds)
+    row = zerofn.plan(step, init, batch_of(), world=1, stage=3, machine="A100", precision=None).plan
+    here = zerofn.compile(step, machine="A100").lower(state_of(3), batch_of())
+    assert row.flops == here.flops and row.flops.model > 0 and row.memory().total > 0
+
+
 def test_a_result_of_such_a_size_is_refused():
     def step(state, batch):
         return {"rows": batch["x"][batch["mask"]]}

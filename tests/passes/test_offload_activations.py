@@ -39,7 +39,7 @@ from zerofn.graph.node_kinds import wait_of
 from zerofn.graph.phase import BACKWARD, phase_of
 from zerofn.graph.segments import Segments
 from zerofn.offload import copy_engine, host_tensor
-from zerofn.passes.budget import search
+from zerofn.passes.budget import drops
 from zerofn.passes.budget.decision import Choice, as_text, from_text
 from zerofn.passes.budget.eviction import Drop, cheapest
 from zerofn.passes.budget.search import graphs
@@ -259,7 +259,7 @@ def test_what_layers_begin_with_can_be_away_too(monkeypatch):
     low = least()
     plan, (choice,) = planned(within(low))
     assert choice.offloaded and plan.memory().total <= low
-    monkeypatch.setattr(search, "stays", lambda graph: [])
+    monkeypatch.setattr(drops, "stays", lambda graph: [])
     assert low < least() - ACTIVATION
 
 
@@ -267,7 +267,7 @@ def test_in_host_memory_nothing_is_sent_there():
     program, _ = captured(train_step_of(build(4)), state_of(build(4), 3), batch_of(rows=512))
     PIPELINE.prepare(program)
     gm = program.gm
-    assert stays(gm.graph) and not list(search._offloads(gm, program.context.lanes(), positions(gm.graph), [], set()))
+    assert stays(gm.graph) and not list(drops._offloads(gm, program.context.lanes(), positions(gm.graph), [], set()))
 
 
 def test_one_way_is_enough_for_a_value():
@@ -283,16 +283,16 @@ def test_what_links_take_for_nothing_is_what_is_dearest_to_compute_again(monkeyp
         program = prepared()
         gm, lanes = program.gm, program.context.lanes()
         where = positions(gm.graph)
-        again = {x.of: x.seconds for x in search._activations(lanes, Segments(gm.graph), where)}
+        again = {x.of: x.seconds for x in drops.activations(lanes, Segments(gm.graph), where)}
         # As much as two activations' transfers take.
-        away = 2.5 * lanes.seconds_of(UP, ACTIVATION) / search.HIDDEN
+        away = 2.5 * lanes.seconds_of(UP, ACTIVATION) / drops.HIDDEN
         num = sum(phase_of(n) == "forward" for n in gm.graph.nodes)
         take_seconds(monkeypatch, lambda node: away / num)
         lanes = program.context.lanes()
         computed = [Drop("", 0, 0, 1, float(k), name) for k, name in enumerate(again)]
         (gone,) = [x.memory for x in stays(gm.graph) if x.memory.name == computed[0].of]
-        assert computed[0].of not in {x.of for x in search._offloads(gm, lanes, where, computed, {gone})}
-        found = {x.of: x.seconds for x in search._offloads(gm, lanes, where, computed, set())}
+        assert computed[0].of not in {x.of for x in drops._offloads(gm, lanes, where, computed, {gone})}
+        found = {x.of: x.seconds for x in drops._offloads(gm, lanes, where, computed, set())}
     cheap = sorted(found, key=found.__getitem__)[:2]
     assert cheap == list(again)[:-3:-1]
     assert max(map(found.get, cheap)) < min(seconds for x, seconds in found.items() if x not in cheap)

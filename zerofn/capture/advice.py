@@ -84,12 +84,6 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
         "zerofn.eager_region",
     ),
     (
-        r"has no attribute 'ignore_fresh_unbacked_symbols'",
-        RuntimeError,
-        "a step with a while_loop cannot be planned, as the number of its rounds depends on data: plan one with a "
-        "Python loop of as many rounds as you expect",
-    ),
-    (
         r"its data is not allocated yet",
         RuntimeError,
         "while a step is captured its tensors have no values, and something here reads them: write torch.stack([x, y]) "
