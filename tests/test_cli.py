@@ -185,7 +185,7 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.whole  # test_search.py plans one, too
 def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     options = ["--context", "16", "--machine", "2 x A100-8", "--world", "16", "--json", str(tmp_path / "plan.json")]

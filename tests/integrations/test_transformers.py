@@ -599,6 +599,7 @@ def short_groups_on_ranks(folder):
     return [short_groups(folder, case, 2) for case in ("tokens", "tokens of a rank")]
 
 
+@pytest.mark.whole
 def test_short_groups_on_two_ranks(ranks, tmp_path):
     for plain, mine in ranks(2, short_groups_on_ranks, tmp_path, group=False)[0]:
         assert plain[1][0] > 1.5 * plain[0][0]

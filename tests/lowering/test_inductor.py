@@ -39,6 +39,7 @@ def of_its_own():
         yield
 
 
+@pytest.mark.whole  # test_compiled_bits.py has another model
 def test_compiled_is_near_eager_and_the_same_at_every_stage(caplog):
     near, found = small(), [small(stage, backend="inductor") for stage in range(4)]
     assert "operation by operation" not in caplog.text

@@ -103,11 +103,8 @@ def over_all_ranks(sizes):
     return [trained(mesh, 3, captured, hpz=True) for captured in (True, False)], trained(mesh, 3, True, 2, hpz=True)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [{"replicate": 2, "expert": 2}, pytest.param({"replicate": 2, "data": 2, "expert": 2}, marks=pytest.mark.whole)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [{"replicate": 2, "expert": 2}, {"replicate": 2, "data": 2, "expert": 2}], ids=str)
+@pytest.mark.whole  # test_state.py has states over all ranks
 def test_state_over_all_ranks_is_plain_torch_too(ranks, sizes):
     """Experts are gathered among the ranks that have the same ones, of which there may be one."""
     size = torch.tensor(list(sizes.values())).prod().item()

@@ -153,7 +153,7 @@ def _at_ranks():
         assert len(nodes) == len(zerofn.tree.leaves(state.opt_state, is_leaf=zerofn.sharding.sharded.is_sharded))
 
 
-@pytest.mark.part(size=[3])
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shards_are_the_plain_tree(ranks, size):
     ranks(size, _at_ranks)
