@@ -140,10 +140,7 @@ def head_gradient_out(
     out: Tensor,
 ) -> Tensor:
     """Write the gradient of the head's weight into `out`."""
-    for start, stop in tiles(len(weight), columns):
-        back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), dtype, start, stop)
-        torch.mm(back.t(), x, out=out[start:stop])
-        del back
+    _write_gradients(numbers, x, weight, bias, labels, ignored, dtype, columns, out, None)
     return out
 
 
@@ -159,12 +156,28 @@ def head_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the head's weight and of its bias [1, V]."""
     of_weight, of_bias = torch.empty_like(weight), bias.new_empty(1, len(bias))
+    _write_gradients(numbers, x, weight, bias, labels, ignored, dtype, columns, of_weight, of_bias)
+    return of_weight, of_bias
+
+
+def _write_gradients(
+    numbers: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignored: int,
+    dtype: torch.dtype,
+    columns: int,
+    of_weight: Tensor,
+    of_bias: Tensor | None,
+) -> None:
     for start, stop in tiles(len(weight), columns):
         back = _backward_of_columns(numbers, x, weight, bias, _places(labels, ignored), dtype, start, stop)
         torch.mm(back.t(), x, out=of_weight[start:stop])
-        torch.sum(back, [0], True, out=of_bias[:, start:stop])
+        if of_bias is not None:
+            torch.sum(back, [0], True, out=of_bias[:, start:stop])
         del back
-    return of_weight, of_bias
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

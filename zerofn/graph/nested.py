@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import HigherOrderOperator, OpOverload
 
@@ -159,6 +159,15 @@ def runs_once(node: Node) -> bool:
 def call_of(node: Node) -> Call | None:
     """Return the body that a node runs, and how; None for one without."""
     return _NESTED[node.target](node) if is_nested(node) else None
+
+
+def insert_call(graph: Graph, name: str, inputs: Sequence[Node], results: Sequence[Node], meta: Any) -> list[Node]:
+    """Call the body of a name where nodes are inserted; return a node for each of its results, which stand for the
+    values of `results`. `meta`: what else the call's node has.
+    """
+    node = graph.call_function(call, (graph.get_attr(name), *inputs))
+    node.meta.update(meta, val=[x.meta["val"] for x in results])
+    return [graph.call_function(operator.getitem, (node, k)) for k in range(len(results))]
 
 
 def calls(gm: GraphModule) -> Iterator[tuple[Node, Call]]:

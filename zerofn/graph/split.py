@@ -13,7 +13,7 @@ from .._torch_compat import LazyGraphModule
 from .alias import is_view, roots, sources, writes
 from .edit import clean
 from .liveness import AGAIN
-from .nested import call
+from .nested import insert_call
 from .node_kinds import start_of
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import alike, tensor_of
@@ -111,11 +111,9 @@ class _Piece:
         """Call another piece for these values of the body, which are then there."""
         inputs = [self.value(x) for x in piece.inputs]
         self._parts[name] = piece.finished([piece.value(x) for x in results])
-        node = self._graph.call_function(call, (self._graph.get_attr(name), *inputs))
-        node.meta.update(val=[x.meta["val"] for x in results], phase=phase)
-        for k, x in enumerate(results):
-            self._found[x] = self._graph.call_function(operator.getitem, (node, k))
-            self._found[x].meta.update(val=x.meta["val"], phase=phase)
+        for x, part in zip(results, insert_call(self._graph, name, inputs, results, {"phase": phase}), strict=True):
+            self._found[x] = part
+            part.meta.update(val=x.meta["val"], phase=phase)
 
     def finished(self, results: list[Any]) -> GraphModule:
         """Return the graph with these results."""

@@ -15,7 +15,7 @@ from .._torch_compat import LazyGraphModule, OpOverload
 from ..graph.alias import is_view, roots, touches, writes
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import REGION, call
+from ..graph.nested import REGION, insert_call
 from ..graph.node_kinds import BOUNDED, argument, set_argument
 from ..graph.phase import BACKWARD, FORWARD, phase_of
 from ..graph.source_lines import OUTLINED
@@ -162,12 +162,10 @@ def _outline(gm: GraphModule, run: _Run, made: dict[str, GraphModule]) -> None:
         setattr(gm, name, body)
     assert run.at is not None
     with graph.inserting_before(run.at):
-        node = graph.call_function(call, (graph.get_attr(name), *inputs))
-        node.meta.update(run.nodes[0].meta, val=[x.meta["val"] for x in results])
-        new: dict[Node, Node] = {}
-        for k, x in enumerate(results):
-            new[x] = graph.call_function(operator.getitem, (node, k))
-            new[x].meta.update(x.meta)
+        parts = insert_call(graph, name, inputs, results, run.nodes[0].meta)
+        new: dict[Node, Node] = dict(zip(results, parts, strict=True))
+        for x, part in new.items():
+            part.meta.update(x.meta)
         for x in again:
             new[x] = graph.node_copy(x, lambda y: new.get(y, y))
     for old, value in new.items():

@@ -18,7 +18,7 @@ from .._torch_compat import LazyGraphModule, OpOverload
 from ..graph.alias import is_view, is_written, roots, writes
 from ..graph.edit import copied, copy_of
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import REGION, call, call_of, is_nested, is_region
+from ..graph.nested import REGION, call_of, insert_call, is_nested, is_region
 from ..graph.node_kinds import ASIDE, BOUNDED, arguments, is_ours, traits
 from ..graph.program import tensor_of
 from ..graph.source_lines import OUTLINED
@@ -200,10 +200,7 @@ class _Cutter:
         setattr(self.gm, name, body)
         outer = self.gm.graph
         with outer.inserting_before(run[0]):
-            node = outer.call_function(call, (outer.get_attr(name), *inputs))
-            node.meta.update(run[0].meta, val=[x.meta["val"] for x in results])
-            for k, x in enumerate(results):
-                part = outer.call_function(operator.getitem, (node, k))
+            for x, part in zip(results, insert_call(outer, name, inputs, results, run[0].meta), strict=True):
                 part.meta.update(x.meta)
                 self._root[part] = self._root[x]
                 x.replace_all_uses_with(part, lambda user: user not in inside)
