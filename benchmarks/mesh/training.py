@@ -9,6 +9,7 @@ import zerofn
 from benchmarks.mesh.float64_models import build, in_float64
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import on_stages
 from zerofn.moe import experts
 from zerofn.parallel import Slice, context, split_sequence, tensor
 
@@ -59,6 +60,16 @@ def cuts_of(name, model, mesh, in_parts=False):
     return tensor(model, mesh, **made)
 
 
+def on_stages_of(model, mesh, cuts):
+    """Cuts with a stage for each leaf: in the order of their names; the first one's on the last stage, too."""
+    params, num, found = dict(model.named_parameters()), mesh.size("pipe"), {}
+    for k, (name, x) in enumerate(params.items()):
+        own = [cuts[name]] if name in cuts else []
+        holders = (0, num - 1) if k == 0 else (k * num // len(params),)
+        found[name] = (*own, on_stages("pipe", 0, x.shape[0], holders, num))
+    return found
+
+
 def batches(device="cpu"):
     """Rows of 24 tokens, two of which in each row have no label."""
     draw = torch.Generator().manual_seed(5)
@@ -107,6 +118,8 @@ def trained(
         cuts = cuts_of(name, model, mesh, in_parts) if mesh.size("tensor") > 1 else {}
         if "expert" in sizes:
             cuts |= experts(model, mesh)
+        if "pipe" in sizes:
+            cuts = on_stages_of(model, mesh, cuts)
         if "context" in sizes:
             context(model, mesh, method=method)
 

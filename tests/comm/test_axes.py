@@ -18,16 +18,17 @@ PROPERTIES = {
     "rows": {"replicate", "data", "expert"},
     "tokens": {"context"},
     "batch": {"replicate", "data", "expert", "context"},
-    "same_batch": {"tensor"},
+    "same_batch": {"pipe", "tensor"},
     "only_rows": {"replicate", "data"},
     "replicas": {"replicate"},
     "shards": {"data", "expert", "context"},
     "shards_of_experts": {"data", "context"},
-    "slices": {"expert", "tensor"},
+    "slices": {"pipe", "expert", "tensor"},
+    "stages": {"pipe"},
     "experts": {"expert"},
     "partial": {"tensor"},
     "changes_model": {"expert", "context", "tensor"},
-    "cuts": {"expert", "tensor"},
+    "cuts": {"pipe", "expert", "tensor"},
     "prepare": {"context"},
 }
 
@@ -35,15 +36,24 @@ PROPERTIES = {
 def test_every_axis_is_what_it_is():
     found = {what: {name for name, kind in KINDS.items() if getattr(kind, what)} for what in PROPERTIES}
     assert found == PROPERTIES
-    assert list(KINDS) == ["replicate", "data", "expert", "context", "tensor"]  # as in errors, and outermost first
+    assert list(KINDS) == [
+        "pipe",
+        "replicate",
+        "data",
+        "expert",
+        "context",
+        "tensor",
+    ]  # as in errors, and outermost first
     assert kind_of("rows") is KINDS["data"]  # the only axis of a DeviceMesh
     assert in_batch("replicate x tensor") and not in_batch("tensor")
 
 
 def test_a_mesh_asks_the_table():
-    sizes = {"replicate": 2, "data": 3, "expert": 5, "context": 7, "tensor": 11}
+    sizes = {"pipe": 13, "replicate": 2, "data": 3, "expert": 5, "context": 7, "tensor": 11}
     mesh = Mesh.planned(sizes)
-    joint = {what: getattr(mesh, what) for what in ("rows", "tokens", "batch", "same_batch", "replicas", "shards")}
+    joint = {
+        what: getattr(mesh, what) for what in ("rows", "tokens", "batch", "same_batch", "replicas", "shards", "stages")
+    }
     joint["shards_of_experts"] = mesh.shards_of_experts
     for what, axis in joint.items():
         assert set(axis.names) == PROPERTIES[what], what
@@ -91,7 +101,9 @@ def test_a_new_axis_is_a_row_of_the_table(monkeypatch):
     mesh = Mesh.planned({"data": 2, "stage": 2})
     assert (mesh.batch.name, mesh.shards.name, mesh.same_batch.name) == ("data", "data", "stage")
     assert [axis.name for axis in mesh.slices] == ["stage"] and mesh.partial == ()
-    with pytest.raises(TypeError, match="axes are replicate, data, expert, context, tensor, stage; did you .* 'stage'"):
+    with pytest.raises(
+        TypeError, match="axes are pipe, replicate, data, expert, context, tensor, stage; did you .* 'stage'"
+    ):
         Mesh.planned({"stages": 2})
 
 

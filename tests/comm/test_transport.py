@@ -57,7 +57,7 @@ def of_nothing():
     before, empty = the(_transport.SentBytes).by_group[name], torch.empty(0)
     with pytest.MonkeyPatch.context() as patch:
         for gloo in (True, False):
-            patch.setattr(_transport, "_is_gloo", lambda *args, gloo=gloo: gloo)
+            patch.setattr(_transport, "is_gloo", lambda *args, gloo=gloo: gloo)
             for start in ("_point_to_point", "all_gather_single", "reduce_scatter_single"):
                 patch.setattr(_transport, start, None)  # nothing is called
             assert ops.wait(ops.all_gather(empty, size, name, "u")).shape == (0,)

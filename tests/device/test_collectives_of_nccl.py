@@ -51,7 +51,7 @@ def as_on_devices(counted):
         return original(ops)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "_is_gloo", lambda group, x: False)
+        patch.setattr(transport, "is_gloo", lambda group, x: False)
         for module, name, ratio in (
             (transport, "all_gather_single", (size, 1)),
             (transport, "reduce_scatter_single", (1, size)),

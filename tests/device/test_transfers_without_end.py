@@ -37,7 +37,7 @@ class Kernels:
         for module in (failures, heartbeat):
             patch.setattr(module, "abort_groups", ends)
         patch.setattr(dist, "destroy_process_group", shuts_down)
-        patch.setattr(transport, "_is_gloo", lambda group, x: False)
+        patch.setattr(transport, "is_gloo", lambda group, x: False)
         for module, name in (
             (transport, "all_gather_single"),
             (transport, "reduce_scatter_single"),

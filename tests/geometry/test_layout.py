@@ -10,7 +10,8 @@ import torch
 from tensordict import TensorDict
 
 from zerofn import tree
-from zerofn.geometry.layout import ALIGN, SHARD_MULTIPLE, SMALL, make_layout, restrict, unravel
+from zerofn.geometry.grouping import SMALL
+from zerofn.geometry.layout import ALIGN, SHARD_MULTIPLE, make_layout, restrict, unravel
 
 Twins = namedtuple("Twins", "one two")
 

@@ -73,15 +73,16 @@ def held(state, name):
     return {x.shards[[u.name for u in x.layout.units].index(name)].numel() for x in nodes}
 
 
-def cuts_of(size):
-    """Of the leaf that the first rank along `tensor` has, and no other one."""
-    return {"mine.w": Cut("tensor", 0, WIDTH, (((0, WIDTH),), *[()] * (size - 1)))}
+def cuts_of(sizes):
+    """Of the leaf that the first rank along `tensor` or `pipe` has, and no other one."""
+    axis = next((axis for axis in ("tensor", "pipe") if axis in sizes), None)
+    return {"mine.w": Cut(axis, 0, WIDTH, (((0, WIDTH),), *[()] * (sizes[axis] - 1)))} if axis else None
 
 
 def trained(folder, sizes, stages=STAGES, hpz=False):
     """For each stage: parameters and losses, and what is held of the units; then the last state without values."""
     mesh, found = Mesh.make(**sizes), []
-    axis, cuts = ("tensor", cuts_of(sizes["tensor"])) if "tensor" in sizes else (None, None)
+    axis, cuts = "tensor" if "tensor" in sizes else None, cuts_of(sizes)
     for stage in stages:
         state = state_on(mesh, stage, cuts, hpz=hpz)
         assert zerofn.global_norm(state.params).item() == pytest.approx(norm_of(start().values()))
@@ -131,7 +132,11 @@ def test_leaves_without_elements(ranks, tmp_path, sizes, given):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"tensor": 3}, *(pytest.param(x, marks=pytest.mark.whole) for x in ({"tensor": 2}, {"data": 2, "tensor": 2}))],
+    [
+        {"tensor": 3},
+        {"pipe": 2, "data": 2},
+        *(pytest.param(x, marks=pytest.mark.whole) for x in ({"tensor": 2}, {"data": 2, "tensor": 2}, {"pipe": 3})),
+    ],
     ids=str,
 )
 def test_slices_of_the_first_rank_alone(ranks, tmp_path, sizes):
@@ -140,11 +145,16 @@ def test_slices_of_the_first_rank_alone(ranks, tmp_path, sizes):
     for rank, (found, told) in enumerate(ranks(math.prod(sizes.values()), trained, tmp_path, sizes)):
         for params, losses, void, mine in found:
             close([*params, *losses], [*expected[0], *expected[1]])
-            assert void == {0} and (mine == {0}) == (rank % sizes["tensor"] > 0)
+            assert void == {0} and (mine == {0}) == (place_of(rank, sizes) > 0)
         state = zerofn.load(f"{tmp_path}/{STAGES[-1]}", like=unpacked(told))
         for k in range(1, STEPS):
             state, _ = step_along(None)(state, joint(sizes.get("data", 1), k))
         close(list(zerofn.unshard(state.params).values()), expected[0])
+
+
+def place_of(rank, sizes):
+    """The rank's number along `tensor`, the last axis, or `pipe`, the first."""
+    return rank % sizes["tensor"] if "tensor" in sizes else rank // sizes.get("data", 1)
 
 
 def joint(rows, k):

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerofn.comm import transport
+from zerofn.comm import channels, transport
 from zerofn.job import step_order as meetings
 from zerofn.job.in_flight import PendingTransfers, pending
 from zerofn.memory.arena import Arena
@@ -229,3 +229,11 @@ def _receives_are_overwritten(patch: pytest.MonkeyPatch) -> None:
         return begin(group, sends, receives)
 
     patch.setattr(transport, "_point_to_point", wrapped)
+    message = channels._begun
+
+    def of_message(x: torch.Tensor, peer: int, group: str, *, sends: bool) -> Any:
+        if not sends:
+            poison(x)
+        return message(x, peer, group, sends=sends)
+
+    patch.setattr(channels, "_begun", of_message)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "data", "replicate", "expert", "context", "tensor"
+PIPE, DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "pipe", "data", "replicate", "expert", "context", "tensor"
 BETWEEN = " x "  # in the name of an axis for several
 
 
@@ -16,8 +16,9 @@ class AxisKind:
 
     `rows`: rows of the batch. `tokens`: tokens of the same rows. `shards`: shards of each unit. `replicas`: nothing
     else, so that gradients of shards are summed along it. `slices`: slices of leaves; in words, what a rank has then.
-    `experts`: a unit of such slices is not cut into shards along the axis, and every other unit is. `partial`: what a
-    rank computes with its slices is a part, and has to be summed along the axis before it meets what is whole.
+    `experts`: a unit of such slices is not cut into shards along the axis, and every other unit is. `stages`: a slice
+    is a whole leaf, or nothing of it, and a leaf is sent to the others before its use. `partial`: what a rank computes
+    with its slices is a part, and has to be summed along the axis before it meets what is whole.
 
     As code, for advice: `cuts` makes the cuts of a model of transformers, and `own_cuts` those of another one; before
     a step, `prepare` changes the model and the batch.
@@ -30,6 +31,7 @@ class AxisKind:
     replicas: bool = False
     slices: str = ""
     experts: bool = False
+    stages: bool = False
     partial: bool = False
     cuts: str = ""
     own_cuts: str = ""
@@ -60,12 +62,15 @@ class AxisKind:
         """Whether a model is made for such a mesh, with slices or for parts of rows. Along the others all ranks compute
         with the same model.
         """
-        return bool(self.slices) or self.tokens
+        return self.tokens or bool(self.slices) and not self.stages
 
 
 KINDS = {
     kind.name: kind
     for kind in (
+        AxisKind(
+            PIPE, slices="stage of layers", stages=True, cuts="zerofn.parallel.pipe(model, mesh, loss_fn, batch)"
+        ),
         AxisKind(REPLICATE, rows=True, replicas=True),
         AxisKind(DATA, rows=True, shards=True),
         AxisKind(

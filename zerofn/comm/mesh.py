@@ -72,12 +72,10 @@ class Mesh:
     def make(**sizes: int) -> Mesh:
         """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
 
-        Axes: `data`, along which ranks have rows of their own, and units are cut into shards; `replicate`, along which
-        they have rows of their own, and the same shards; `expert`, along which they have rows of their own, experts of
-        their own (`zerofn.moe.cuts`), and shards of all else; `context`, along which they have parts of the same rows
-        (`zerofn.parallel.split_sequence`), and units are cut into shards, too; `tensor`, along which they
-        have the same parts of rows, and slices of the same layers (`zerofn.parallel.tensor`). An axis that is not named
-        has size 1. One size may be -1: what is left.
+        Along each axis ranks have of their own: `pipe`, a stage of the model (`zerofn.parallel.pipe`); `replicate`,
+        rows; `data`, rows and a shard of each unit; `expert`, rows, experts (`zerofn.moe.cuts`) and a shard of all
+        else; `context`, parts of the same rows (`zerofn.parallel.split_sequence`) and a shard of each unit; `tensor`,
+        slices of the same layers (`zerofn.parallel.tensor`). One that is not named has size 1. One size may be -1.
 
         As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
         comes last, and lies within a machine.
@@ -218,6 +216,11 @@ class Mesh:
     def replicas(self) -> Axis:
         """The ranks along `replicate`."""
         return self._over("replicas")
+
+    @cached_property
+    def stages(self) -> Axis:
+        """The ranks along `pipe`."""
+        return self._over("stages")
 
     @cached_property
     def slices(self) -> tuple[Axis, ...]:

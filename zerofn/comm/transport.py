@@ -62,7 +62,8 @@ class SentBytes:
         self.by_group: Counter[str] = Counter()
 
 
-def _count(group: str, nbytes: int) -> None:
+def count_sent(group: str, nbytes: int) -> None:
+    """Count bytes that this process sends."""
     the(SentBytes).by_group[group] += nbytes
 
 
@@ -78,7 +79,7 @@ def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Te
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
     pg = meetings().host_of(group_named(group))
     tag = meetings().next_tag(group_named(group))
-    _count(group, sum(t.nbytes for t in sends.values()))
+    count_sent(group, sum(t.nbytes for t in sends.values()))
     if not any(t.numel() for t in (*sends.values(), *receives.values())):
         return list  # nothing to wait for: empty tensors all have one address
     # Each rank begins with its right neighbour, so that no rank is first for all.
@@ -98,11 +99,12 @@ def group_for(group: str, tensor: Tensor) -> dist.ProcessGroup:
     return meetings().host_of(named) if tensor.device.type == "cpu" else named
 
 
-def _is_gloo(group: str, tensor: Tensor) -> bool:
+def is_gloo(group: str, tensor: Tensor) -> bool:
+    """Return whether gloo moves a tensor between the ranks of a group."""
     return tensor.device.type == "cpu" and backend_on(group_for(group, tensor)) == "gloo"
 
 
-def _bytes(flat: Tensor) -> Tensor:
+def as_bytes(flat: Tensor) -> Tensor:
     """Return the same memory in a dtype that every backend moves: NCCL knows no int16, for example."""
     return flat if flat.dtype in _MOVED_AS_THEY_ARE else flat.view(torch.uint8)
 
@@ -141,9 +143,9 @@ def all_gather_start(
         _fill_rows(full, coded, rank, group, partial(how.decode_rows, full, coded))
         return full
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
-    if not _is_gloo(group, shard):
-        _count(group, shard.nbytes * (size - 1))
-        work = all_gather_single(_bytes(full), _bytes(shard), group=group_for(group, shard), async_op=True)
+    if not is_gloo(group, shard):
+        count_sent(group, shard.nbytes * (size - 1))
+        work = all_gather_single(as_bytes(full), as_bytes(shard), group=group_for(group, shard), async_op=True)
         return pending().start(full, lambda: [work], (shard,))
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
@@ -171,9 +173,11 @@ def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, un
 
 def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callable[[], None] = lambda: None) -> None:
     """Start the all-gather of rows [size, s], of which this rank's is there; `finish` makes `full` of them."""
-    if not _is_gloo(group, full):
-        _count(group, _to_others(rows, len(rows)))
-        work = all_gather_single(_bytes(rows.view(-1)), _bytes(rows[rank]), group=group_for(group, rows), async_op=True)
+    if not is_gloo(group, full):
+        count_sent(group, _to_others(rows, len(rows)))
+        work = all_gather_single(
+            as_bytes(rows.view(-1)), as_bytes(rows[rank]), group=group_for(group, rows), async_op=True
+        )
         pending().start(full, lambda: [work], (), finish)
         return
     others = [r for r in range(len(rows)) if r != rank]
@@ -186,9 +190,9 @@ def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: 
     _meet(group, "reduce_scatter", flat, unit, codec)
     if not flat.numel():
         return flat.new_empty(0)
-    if codec or the(Sums).in_rank_order or _is_gloo(group, flat):
+    if codec or the(Sums).in_rank_order or is_gloo(group, flat):
         return _summed(flat.contiguous().view(size, -1), group, codec)
-    _count(group, _to_others(flat, size))
+    count_sent(group, _to_others(flat, size))
     flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
     work = reduce_scatter_single(out, flat, group=group_for(group, flat), async_op=True)
     return pending().start(out, lambda: [work], (flat,))
@@ -217,10 +221,10 @@ def _exchanged(rows: Tensor, group: str, into: Tensor | None = None) -> tuple[li
     each lies in memory of its own, and one's own row where it was, unless all are to be in `into` [size, s].
     """
     size, rank = len(rows), dist.get_rank(group_named(group))
-    if not _is_gloo(group, rows):
+    if not is_gloo(group, rows):
         into = torch.empty_like(rows) if into is None else into
-        _count(group, _to_others(rows, size))
-        flat = (_bytes(into.view(-1)), _bytes(rows.view(-1)))
+        count_sent(group, _to_others(rows, size))
+        flat = (as_bytes(into.view(-1)), as_bytes(rows.view(-1)))
         work = dist.all_to_all_single(*flat, group=group_for(group, rows), async_op=True)
         return list(into), lambda: [work]
     found = [x if r == rank else torch.empty_like(x) for r, x in enumerate(rows)] if into is None else list(into)
@@ -247,11 +251,9 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     rank, out = pg.rank(), torch.empty_like(x)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
     receives = {} if sources[rank] == rank else {sources[rank]: out}
-    if not _is_gloo(group, x):
-        _count(group, x.nbytes * len(sends))
-        ends = ((dist.isend, sends), (dist.irecv, receives))
-        ops = [dist.P2POp(f, _bytes(t.view(-1)), group=pg, group_peer=r) for f, to in ends for r, t in to.items()]
-        begun = dist.batch_isend_irecv(ops) if ops else []
+    if not is_gloo(group, x):
+        count_sent(group, x.nbytes * len(sends))
+        begun = _swapped(pg, sends, receives)
         if not receives:
             out.copy_(x)
         return pending().start(out, lambda: begun, (x,))
@@ -259,6 +261,28 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
     if not receives:
         out.copy_(x)
     return pending().start(out, works, (x,))
+
+
+def broadcast_start(x: Tensor, source: int, others: Sequence[int], group: str, what: str) -> Tensor:
+    """Send the tensor of rank `source` into those of `others`; return `x`. Ranks that are neither keep what they have.
+    `what`: its name, for errors.
+    """
+    _meet(group, "broadcast", x, what)
+    pg = group_for(group, x)
+    sends = dict.fromkeys(others, x) if pg.rank() == source else {}
+    receives = {source: x} if pg.rank() in others else {}
+    if not is_gloo(group, x):
+        count_sent(group, x.nbytes * len(sends))
+        begun = _swapped(pg, sends, receives)
+        return pending().start(x, lambda: begun, ())
+    return pending().start(x, _point_to_point(group, sends, receives), ())
+
+
+def _swapped(pg: dist.ProcessGroup, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
+    """Start transfers to and from ranks on another backend than gloo, at once."""
+    ends = ((dist.isend, sends), (dist.irecv, receives))
+    ops = [dist.P2POp(f, as_bytes(t.view(-1)), group=pg, group_peer=r) for f, to in ends for r, t in to.items()]
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 def _to_others(whole: Tensor, size: int, codec: str = "") -> int:

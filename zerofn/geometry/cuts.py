@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..comm.axes import kind_of
 from ..comm.mesh import Axis, Mesh
 
 Intervals = tuple[tuple[int, int], ...]
@@ -41,6 +42,11 @@ class Cut:
         """Return the first rank of the axis with the same slice."""
         return self.slices.index(self.slices[rank])
 
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks of the axis that have something of the leaf: of a leaf that lies on stages, all of it."""
+        return tuple(rank for rank in range(len(self.slices)) if self.length(rank))
+
 
 def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 1) -> Cut:
     """Return the cut of a dim into `num` slices, as equal as whole multiples of `unit` allow: the last are shorter.
@@ -67,18 +73,42 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
     )
 
 
+def on_stages(axis: str, dim: int, size: int, holders: Iterable[int], num: int) -> Cut:
+    """Return the cut of a leaf that lies whole on some of `num` ranks, and not on the others. `dim`: one of the leaf's,
+    of `size`; another cut of the same dim says what of it is whole.
+
+    >>> on_stages("pipe", 0, 6, [1], 2).slices
+    ((), ((0, 6),))
+    """
+    there = frozenset(holders)
+    return Cut(axis, dim, size, tuple(((0, size),) if rank in there else () for rank in range(num)))
+
+
+def stage_cut(cuts: Iterable[Cut]) -> Cut | None:
+    """Return the cut that says on which stages a leaf lies; None for one that lies on all."""
+    return next((cut for cut in cuts if kind_of(cut.axis).stages), None)
+
+
+def stages_of(cuts: Iterable[Cut]) -> tuple[int, ...]:
+    """Return the stages on which a leaf with these cuts lies; () for one that lies on all."""
+    cut = stage_cut(cuts)
+    return cut.holders if cut else ()
+
+
 def local_shape(shape: Sequence[int], cuts: Iterable[Cut], mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of this rank's slice of a leaf of `shape`."""
     out = list(shape)
-    for cut in cuts:
-        out[cut.dim] = cut.length(mesh.axis(cut.axis).rank)
+    for cut in cuts:  # of two along one dim, one is of stages: all or nothing
+        out[cut.dim] = min(out[cut.dim], cut.length(mesh.axis(cut.axis).rank))
     return tuple(out)
 
 
 def sliced(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
     """Return this rank's slice of a whole leaf: a view where it is one interval, or none."""
-    for cut in cuts:
+    for cut in sorted(cuts, key=lambda cut: kind_of(cut.axis).stages):
         intervals = cut.slices[mesh.axis(cut.axis).rank] or ((0, 0),)
+        if kind_of(cut.axis).stages and intervals != ((0, 0),):
+            continue
         pieces = [x.narrow(cut.dim, a, b - a) for a, b in intervals]
         x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, cut.dim)
     return x

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from .. import tree
 from ..comm.axes import USUAL, kind_of
-from ..tree import Path, PyTreeSpec
+from ..tree import PyTreeSpec
 from ..util.errors import nearest
-from .cuts import Cut
-from .leaf_choices import ask_names, is_learned, with_prefixes
+from .cuts import Cut, stages_of
+from .grouping import units_by_leaf
+from .leaf_choices import is_learned, with_prefixes
 
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
-SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
 _NO_NAME = "masks and labels are asked about a leaf, not its name"
 
 
@@ -268,25 +268,25 @@ def make_layout(
 
     A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
     2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
-    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable), and one of its own for slices
-    along `expert`, which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards` like the others.
-    Within it, leaves are ordered by (label, path), so that each label of an optimizer is one run of elements. `dtype`
-    replaces the leaves' floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the shape of this rank's
-    slice, and the cuts.
+    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable, stages it lies on), and one of its
+    own for slices along `expert`, which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards`
+    like the others. Within it, leaves are ordered by (label, path), so that each label of an optimizer is one run of
+    elements. `dtype` replaces the leaves' floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the
+    shape of this rank's slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
     paths, values, treedef = tree.flatten_with_path(params)
     order = sorted(range(len(paths)), key=lambda i: tree.natural_key(paths[i]))
-    groups = _groups(paths, values, order, unit)
-    place = {i: k for k, i in enumerate(order)}
     slices = {i: slice_of(tree.name_of(paths[i]), tuple(values[i].shape)) for i in order}
+    groups = units_by_leaf(paths, values, order, unit, {i: stages_of(cuts) for i, (_, cuts) in slices.items()})
+    place = {i: k for k, i in enumerate(order)}
     buffers: dict[_Kind, list[int]] = {}
     for i in order:
         kind = dtype if dtype is not None and values[i].is_floating_point() else values[i].dtype
         learns = is_learned(tree.name_of(paths[i]), values[i], trainable)
-        apart = cut_by_experts(slices[i][1])
-        buffers.setdefault(_Kind(groups[i], kind, learns, apart), []).append(i)
+        apart = cut_by_experts(slices[i][1]), stages_of(slices[i][1])
+        buffers.setdefault(_Kind(groups[i], kind, learns, *apart), []).append(i)
     names = _buffer_names(buffers)
     units = []
     for key, members in buffers.items():
@@ -317,6 +317,7 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     trainable: bool
     of_experts: bool
+    stages: tuple[int, ...]
 
 
 def _buffer_names(keys: Iterable[_Kind]) -> dict[_Kind, str]:
@@ -325,8 +326,9 @@ def _buffer_names(keys: Iterable[_Kind]) -> dict[_Kind, str]:
     for key in keys:
         name = key.group
         if name in names.values():
-            dtype = str(key.dtype).removeprefix("torch.")
-            name += f" ({dtype}{'' if key.trainable else ', frozen'}{', experts' if key.of_experts else ''})"
+            words = [str(key.dtype).removeprefix("torch."), "" if key.trainable else "frozen"]
+            words += ["experts" if key.of_experts else "", " and ".join(f"stage {k}" for k in key.stages)]
+            name += f" ({', '.join(filter(None, words))})"
         names[key] = name
     return names
 
@@ -357,41 +359,6 @@ def padded_to(num_shards: int, replicas: int = 1) -> int:
 def padded(stop: int, block: int) -> int:
     """Return the elements of a unit whose leaves end at `stop`: a multiple of `block`, 0 where leaves have none."""
     return -(-stop // block) * block
-
-
-def _groups(
-    paths: list[Path], values: list[Tensor], order: list[int], unit: Callable[[str], str] | None
-) -> dict[int, str]:
-    """Map each leaf's index to the name of its group."""
-    if unit is not None:
-        names = ask_names("unit", unit, [tree.name_of(paths[i]) for i in order])
-        wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
-        if wrong is not None:
-            raise TypeError(
-                f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
-                "every leaf. Leave unit out for one unit a layer."
-            )
-        return {i: names[tree.name_of(paths[i])] for i in order}
-    members: dict[tuple[str, str], list[int]] = {}
-    for i in order:
-        top = str(paths[i][0]) if len(paths[i]) > 1 else ""
-        members.setdefault((top, _group(paths[i])), []).append(i)
-    merged: list[tuple[tuple[str, str], list[int]]] = []
-    for key, indices in members.items():
-        small = sum(values[i].numel() for i in indices) < SMALL
-        if small and merged and merged[-1][0][0] == key[0]:
-            merged[-1][1].extend(indices)
-        else:
-            merged.append((key, list(indices)))
-    return {i: name for (_, name), indices in merged for i in indices}
-
-
-def _group(path: Path) -> str:
-    parts = tree.components(path)
-    for k, part in enumerate(parts):
-        if isinstance(part, int):
-            return ".".join(map(str, parts[: k + 1]))
-    return ".".join(map(str, parts[:-1] or parts))
 
 
 def unravel(flat: Tensor, unit: Unit) -> list[Tensor]:

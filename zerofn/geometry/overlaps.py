@@ -51,7 +51,10 @@ def makes_up(cut: Cut) -> bool:
 
 def region_of(cuts: Iterable[Cut], mesh: Mesh) -> Region:
     """Return which part of a leaf with these cuts this rank has."""
-    return tuple((cut.dim, cut.slices[mesh.axis(cut.axis).rank]) for cut in cuts)
+    found: dict[int, Intervals] = {}
+    for cut in sorted(cuts, key=lambda cut: cut.length(mesh.axis(cut.axis).rank), reverse=True):
+        found[cut.dim] = cut.slices[mesh.axis(cut.axis).rank]  # of two along one dim, one is of stages: all or nothing
+    return tuple(sorted(found.items()))
 
 
 def shape_in(shape: Sequence[int], region: Region) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch_compat import LazyGraphModule, OpOverload, make_fx
 from .alias import is_view, positions, roots, writes, written_before, written_memory
 from .nested import calls
-from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores
+from .node_kinds import argument, casts, decodes, fetched, is_fetch, is_gather, lies_at, start_of, stores, traits
 
 ops = torch.ops.zerofn
 _impure: dict[OpOverload, bool] = {}
@@ -160,12 +160,15 @@ def clean(gm: GraphModule) -> GraphModule:
 
 
 def _is_impure(node: Node) -> bool:
-    """Return whether a node has an effect without users: it writes, or waits for a transfer into existing memory."""
+    """Return whether a node has an effect without users: it writes, waits for a transfer into existing memory, or for
+    what it sends to one rank.
+    """
     target = node.target
     if not isinstance(target, OpOverload):
         return node.is_impure() or bool(writes(node))
     if target is ops.wait.default:
-        return argument(node, "x").op == "placeholder"
+        start = argument(node, "x")
+        return start.op == "placeholder" or traits(start).collective == "send"
     if target not in _impure:
         _impure[target] = node.is_impure()
     return _impure[target] or bool(writes(node))

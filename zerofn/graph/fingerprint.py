@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 from .._torch_compat import OpOverload, schema_arguments
 from .names import input_behind, input_names, names_inside, operation_name
 from .nested import call_of
-from .node_kinds import argument, is_gather, is_start
+from .node_kinds import argument, is_gather, is_start, traits
 from .program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -48,7 +48,8 @@ def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], 
 
 
 def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    value: Any = tensor_of(node.all_input_nodes[0])
+    # What one rank sends to others has no elements there, and on another line of ranks it is another slice.
+    value: Any = None if traits(node).collective == "broadcast" else tensor_of(node.all_input_nodes[0])
     origin = names.get(input_behind(node), "") if is_gather(node) else ""
     assert isinstance(node.target, OpOverload)
     arguments = zip(schema_arguments(node.target), node.args, strict=False)

@@ -116,7 +116,7 @@ class _Follower:
                 of_bodies[node] = self._through(call, origins, memory, of)
                 continue
             if node.target is operator.getitem and node.args[0] in of_bodies:
-                mine = of_bodies[node.args[0]][node.args[1]]
+                mine = _NONE if _is_empty(node) else of_bodies[node.args[0]][node.args[1]]
             else:
                 mine = self._of_result(node, _NONE.union(*read.values()))
                 if node in self._apart:
@@ -148,8 +148,8 @@ class _Follower:
 
     def _of_result(self, node: Node, read: Origins) -> Origins:
         """Return the origins of a node's result. `read`: those of its inputs."""
-        known, value = traits(node), tensor_of(node)
-        if known.on_shard is OnShard.SHAPE or (value is not None and not value.numel()):
+        known = traits(node)
+        if known.on_shard is OnShard.SHAPE or _is_empty(node):
             return _NONE
         if known.replicated or known.collective == "scatter" or node.target is ops.as_shard.default:
             axes = self._axes(node)
@@ -196,3 +196,9 @@ class _Follower:
             if inside[x]:
                 origins[memory[outer]] = origins.get(memory[outer], _NONE) | inside[x]
         return [self._found.results.get(x, _NONE) for x in call.results]
+
+
+def _is_empty(node: Node) -> bool:
+    """Return whether a value is a tensor without elements, which differs in none of them."""
+    value = tensor_of(node)
+    return value is not None and not value.numel()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -31,8 +31,11 @@ from .in_flight import Works, ended, pending
 
 _BYTES = 160  # of a message: a digest and a name
 _DIGEST = 8
-_COUNTED = 18  # bits of a tag that count transfers; 12 more are a hash, and bit 30 marks a message
+_COUNTED = 17  # bits of a tag that count transfers; one marks those of a channel, 12 are a hash, bit 30 a message
 _ROUND = "agree on "
+
+
+Channel = tuple[int, int]  # the rank that sends, and the one that receives, in their group
 
 
 class RanksOutOfStep(RuntimeError):
@@ -57,7 +60,7 @@ class Meetings:
     def __init__(self) -> None:
         # By the group itself: one that is made anew, perhaps with other processes, begins anew.
         self._numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-        self._transfers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+        self._transfers: WeakKeyDictionary[dist.ProcessGroup, Counter[Channel | None]] = WeakKeyDictionary()
         self._hashes: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
         self._hosts: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
         self._open: deque[_Meeting] = deque()
@@ -119,10 +122,13 @@ class Meetings:
                 abandon(message)
                 raise RanksOutOfStep(message)
 
-    def next_tag(self, group: dist.ProcessGroup) -> int:
-        """Return the tag of a group's next transfer: equal on all ranks that are in the same meeting."""
-        count = self._transfers[group] = (self._transfers.get(group, 0) + 1) % (1 << _COUNTED)
-        return self._hashes.get(group, 0) << _COUNTED | count
+    def next_tag(self, group: dist.ProcessGroup, channel: Channel | None = None) -> int:
+        """Return the tag of a group's next transfer: equal on all ranks that are in the same meeting. `channel`: of the
+        next one between two ranks, which the others do not count.
+        """
+        counts = self._transfers.setdefault(group, Counter())
+        count = counts[channel] = (counts[channel] + 1) % (1 << _COUNTED)
+        return (self._hashes.get(group, 0) << 1 | (channel is not None)) << _COUNTED | count
 
     def forget(self) -> None:
         """Drop meetings of a failed step, and whatever refers to groups."""

@@ -28,7 +28,7 @@ from ..util.arguments import checked
 from .sharded import Sharded, check_whole, is_sharded
 from .spec import Spec
 from .storage import Stored
-from .transfers import assembled, gather_unit, reduce_unit
+from .transfers import assembled, gather_unit, on_stage, reduce_unit
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,13 @@ def _marked(x: Tensor, leaf: Leaf, mark: Callable[..., Tensor], *of: str) -> Ten
     return x
 
 
+def own_gradient(gradient: Tensor | None, leaf: Leaf, mesh: Mesh) -> Tensor | None:
+    """Return what this rank adds up of a leaf's gradient: all of it, or nothing if the leaf lies on other stages."""
+    found = expected(gradient, leaf, mesh)
+    stages = on_stage(leaf.cuts, leaf.shape, mesh, leaf.name)
+    return found if found is None or stages is None else stages.transpose(found)[0]
+
+
 def expected(gradient: Tensor | None, leaf: Leaf, mesh: Mesh) -> Tensor | None:
     """Return a leaf's gradient, of which a captured step is to hold that ranks which have the leaf whole, and compute
     parts with slices of others, have the same.
@@ -155,7 +162,8 @@ def gather_leaves(
             continue
         (flat,) = Linear.apply(GatherUnit(sharded.spec, unit, kept.dtype, full), decode(kept))
         for leaf, x in zip(unit.leaves, Linear.apply(Unravel(unit, flat.dtype), flat), strict=True):
-            out[leaf.index] = x
+            stages = on_stage(leaf.cuts, leaf.shape, sharded.spec.mesh, leaf.name)
+            out[leaf.index] = x if stages is None else Linear.apply(stages, x)[0]
     return out
 
 
@@ -216,14 +224,18 @@ def _looked_at(values: Sequence[Any], kept: Sequence[Sequence[Leaf]], mesh: Mesh
     for leaves in kept:
         for leaf in leaves:
             out[leaf.index] = values[leaf.index]
-        cut = [leaf for leaf in leaves if any(mesh.size(cut.axis) > 1 for cut in leaf.cuts)]
+        cuts = {
+            leaf.index: [x for x in leaf.cuts if mesh.size(x.axis) > 1 and not kind_of(x.axis).stages]
+            for leaf in leaves
+        }
+        cut = [leaf for leaf in leaves if cuts[leaf.index]]
         odd = next((x for x in cut if out[x.index].requires_grad and torch.is_grad_enabled()), None)
         if odd is not None:
             raise TypeError(
                 f"gather: ranks have slices of {odd.name!r}, and with only= it is whole and has no derivative. Leave "
                 "only out to compute with the slice, or detach the parameters to look at the leaf."
             )
-        whole = assembled([out[x.index].detach() for x in cut], [x.cuts for x in cut], mesh)
+        whole = assembled([out[x.index].detach() for x in cut], [cuts[x.index] for x in cut], mesh)
         for leaf, x in zip(cut, whole, strict=True):
             out[leaf.index] = x
     return out

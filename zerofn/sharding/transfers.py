@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
+from ..collectives.stages import OnStage
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import group_for
-from ..geometry.cuts import Cut
+from ..geometry.cuts import Cut, stage_cut
 from ..geometry.layout import Unit, unravel
 from .spec import Spec
 
@@ -82,16 +84,35 @@ def whole_leaves(spec: Spec, unit: Unit, x: Tensor) -> list[Tensor]:
 
 
 def assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
-    """Return the whole leaves that this rank's `slices` are of, in one all-gather along each axis of their cuts.
+    """Return the whole leaves that this rank's `slices` are of, in one all-gather along each axis of their cuts, and
+    one broadcast of each leaf that lies on stages.
 
     A leaf without cuts is returned as it is. All ranks of the axes must call it.
     """
-    out = list(slices)
+    out = [from_stage(x, each, mesh) for x, each in zip(slices, cuts, strict=True)]
     for axis in mesh.axes:
         found = [(k, cut) for k, each in enumerate(cuts) for cut in each if cut.axis == axis.name]
-        if found:
+        if found and not axis.kind.stages:
             _assemble(out, found, axis)
     return out
+
+
+def on_stage(cuts: Sequence[Cut], shape: Sequence[int], mesh: Mesh, leaf: str = "") -> OnStage | None:
+    """Return the map that brings a leaf to all stages of a pipeline; None for one that is there. `shape`: of the leaf
+    here, which may lack the elements of another stage.
+    """
+    cut = stage_cut(cuts)
+    if cut is None or mesh.size(cut.axis) == 1:
+        return None
+    others = [x for x in cuts if x is not cut and x.dim == cut.dim]
+    size = min([cut.size, *(x.length(mesh.axis(x.axis).rank) for x in others)])
+    return OnStage(mesh.axis(cut.axis), cut.holders, cut.dim - len(shape), size, leaf)
+
+
+def from_stage(x: Tensor, cuts: Sequence[Cut], mesh: Mesh, leaf: str = "") -> Tensor:
+    """Return what all ranks of a pipeline have, of a leaf that lies on some of them. All of them must call it."""
+    found = on_stage(cuts, x.shape, mesh, leaf)
+    return x if found is None else found(x)[0]
 
 
 def _assemble(out: list[Tensor], cuts: Sequence[tuple[int, Cut]], axis: Axis) -> None:
@@ -118,8 +139,13 @@ def _assemble(out: list[Tensor], cuts: Sequence[tuple[int, Cut]], axis: Axis) ->
 def of_first(x: Tensor, cuts: Iterable[Cut], mesh: Mesh) -> Tensor:
     """Return a slice with the values of the first rank that has the same one. All ranks must call it."""
     by_axis = {cut.axis: cut for cut in cuts}
+    stages = on_stage(list(by_axis.values()), x.shape, mesh)
+    if stages is not None and len(stages.holders) > 1:
+        whole = replace(stages, holders=stages.holders[:1])(x)[0]
+        x = whole if x.numel() else x
     for axis in mesh.slices:
-        x = _of_first(x, by_axis.get(axis.name), axis)
+        if stages is None or axis.name != stages.axis.name and x.numel():
+            x = _of_first(x, by_axis.get(axis.name), axis)
     return x
 
 

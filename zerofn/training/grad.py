@@ -108,7 +108,7 @@ class ValueAndGrad:
         mesh = mesh_among(nodes)
         work = _Work(self, paths, nodes, learns, treedef, mesh)
         with axes_of(mesh):
-            if self.num_microbatches == 1:
+            if not work.loops:
                 only, partial = work.microbatch(nodes, args, 0)
                 loss, aux, sums = _detached(only), only.aux, work.sums.stored(work.sums.own(partial))
             else:
@@ -165,6 +165,11 @@ class _Work:
     def axis(self) -> Axis | None:
         """The ranks with different parts of the batch."""
         return None if self.mesh is None else self.mesh.batch
+
+    @property
+    def loops(self) -> bool:
+        """Whether microbatches are rounds of a loop; on stages of a pipeline a single one is, too."""
+        return self.vg.num_microbatches > 1 or self.mesh is not None and self.mesh.stages.size > 1
 
     @property
     def sums(self) -> GradientSums:
@@ -302,7 +307,8 @@ class _Work:
         """
         n, late = self.vg.num_microbatches, self._late()
         passed = tree.tree_map(lambda x: None if callable(x) and not isinstance(x, Tensor) else x, args)
-        if (error := not_constant("accumulate", "an argument's", passed)) is not None:  # its tensors would stay whole
+        error = not_constant("accumulate", "an argument's", passed)
+        if error is not None and n > 1:  # its tensors would stay whole
             raise error
         leaves, treedef = tree.flatten(args)
         parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
@@ -321,6 +327,8 @@ class _Work:
         head = 2 if weighted else 1
         grads = self.sums.stored(self.sums.own(sums[head:]) if late else sums[head:])
         total = sums[0] if weighted else sums[0] / n
+        if self.vg.num_microbatches == 1:
+            stacked = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in stacked]
         return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
 
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
@@ -380,6 +388,8 @@ def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[T
 
 
 def _cut(x: Tensor, n: int) -> Tensor:
+    if n == 1:
+        return x.unsqueeze(0)
     if x.dim() == 0 or x.shape[0] % n:
         raise ValueError(
             f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..collectives.maps import sum_over
 from ..comm.mesh import Axis
 from ..geometry.layout import Unit
-from ..sharding.gather_scatter import expected, ravel
+from ..sharding.gather_scatter import own_gradient, ravel
 from ..sharding.sharded import is_sharded
 from ..sharding.spec import Spec
 from ..sharding.transfers import own_sum, stored_sum
@@ -59,7 +59,7 @@ def flat_gradients(
         if is_sharded(x):
             for unit, shard in zip(x.layout.units, x.stored, strict=True):
                 if unit.trainable:
-                    mine = [expected(found[id(ts[leaf.index])], leaf, x.spec.mesh) for leaf in unit.leaves]
+                    mine = [own_gradient(found[id(ts[leaf.index])], leaf, x.spec.mesh) for leaf in unit.leaves]
                     dtype = x.spec.precision.reduces(shard.dtype)
                     flats.append(
                         ravel(mine, unit, dtype)

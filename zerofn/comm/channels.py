@@ -1,0 +1,62 @@
+"""Messages between two ranks: a send and a receive, which the other ranks of their group know nothing of.
+
+A *channel* is a group, a source and a target. Its messages are counted on both ends, so the n-th receive gets what the
+n-th send sent: a rank must post receives in the order of the sends, which is the caller's to see to. A send returns a
+token; what is sent may be overwritten once that was waited for. `wait` on what a receive returns is the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..job.failures import group_named
+from ..job.in_flight import Works, pending
+from ..job.step_order import meetings
+from ..ops.registry import Lane, Moves, OnShard, Traits, define
+from .transport import as_bytes, count_sent, group_for, is_gloo
+
+
+def send_start(x: Tensor, peer: int, group: str, edge: str) -> Tensor:
+    """Send `x` to the rank `peer` of a group; return a token to wait for. `edge`: the name of what is sent."""
+    x, token = x.contiguous(), torch.empty(1, dtype=torch.uint8)
+    count_sent(group, x.nbytes)
+    return pending().start(token, _begun(x, peer, group, sends=True), (x,))
+
+
+def receive_start(
+    shape: Sequence[int], peer: int, group: str, edge: str, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the tensor, in row-major order, that will hold what the rank `peer` of a group sends next."""
+    out = torch.empty(list(shape), dtype=dtype, device=device)
+    return pending().start(out, _begun(out, peer, group, sends=False), ())
+
+
+def _begun(x: Tensor, peer: int, group: str, *, sends: bool) -> Works:
+    """Post one end of a message."""
+    if not is_gloo(group, x):
+        flat, pg = as_bytes(x.view(-1)), group_for(group, x)
+        work = dist.isend(flat, group=pg, group_dst=peer) if sends else dist.irecv(flat, group=pg, group_src=peer)
+        return lambda: [work]
+    pg = meetings().host_of(group_named(group))
+    channel = (pg.rank(), peer) if sends else (peer, pg.rank())
+    tag = meetings().next_tag(group_named(group), channel)
+    return pending().post(lambda: [pg.send([x], peer, tag) if sends else pg.recv([x], peer, tag)])
+
+
+define(
+    "send(Tensor x, int peer, str group, str edge) -> Tensor",
+    send_start,
+    lambda x, peer, group, edge: torch.empty(1, dtype=torch.uint8),
+    traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: given["x"].nbytes), "send"),
+)
+define(
+    "receive(int[] shape, int peer, str group, str edge, *, ScalarType dtype, Device device) -> Tensor",
+    receive_start,
+    lambda shape, peer, group, edge, *, dtype, device: torch.empty(list(shape), dtype=dtype, device=device),
+    # It waits for the other rank, and takes that one's bytes.
+    traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, out: out.nbytes), "receive"),
+)
