@@ -1,0 +1,186 @@
+"""Pieces of a pipeline, run in one process, and the body that they are made of."""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from torch.func import functional_call
+
+from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, loss_of
+from tests.support.staged import Pipeline, layers_begin, staged
+from zerofn.graph.boundaries import holders
+from zerofn.graph.cut import cut
+
+ROUNDS = 3
+_TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+_AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.02, "experts_implementation": "batched_mm"}
+
+
+def _llama():
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**_TEXT, **_HEADS))
+
+
+def _gpt2():
+    """Tied, with dropout."""
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=96, n_positions=16, n_embd=32, n_layer=4, n_head=4))
+
+
+def _t5():
+    sizes = {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def _mixtral():
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**_TEXT, **_HEADS, num_local_experts=4, **_AUX))
+
+
+def _qwen2_moe():
+    sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts_per_tok": 2}
+    return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_TEXT, **_HEADS, **sizes, num_experts=4, **_AUX))
+
+
+def _bert():
+    return hf.BertForMaskedLM(hf.BertConfig(**_TEXT, num_attention_heads=4))
+
+
+def _vit():
+    image = {"image_size": 16, "patch_size": 4, "num_attention_heads": 4, "num_labels": 3}
+    return hf.ViTForImageClassification(hf.ViTConfig(**_TEXT_OF_IMAGES, **image))
+
+
+_TEXT_OF_IMAGES = {k: v for k, v in _TEXT.items() if k != "vocab_size"}
+MODELS = {
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "t5": _t5,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "bert": _bert,
+    "vit": _vit,
+}
+SEVERAL = {"gpt2", "t5", "bert"}  # have a leaf on several stages
+
+
+def _batch(name):
+    generator = torch.Generator().manual_seed(7)
+    if name == "vit":
+        pixels = torch.randn(2 * ROUNDS, 3, 16, 16, generator=generator, dtype=torch.float64)
+        return {"pixel_values": pixels, "labels": torch.arange(2 * ROUNDS) % 3}
+    ids = torch.randint(3, 96, (2 * ROUNDS, 8), generator=generator)
+    return {"input_ids": ids, "labels": ids.flip(1)}
+
+
+@functools.cache
+def body_of(name):
+    """A model's step, captured with what it needs to run."""
+    torch.manual_seed(0)
+    model = MODELS[name]().double().train()
+    model.config.use_cache = False
+    return staged(
+        dict(model.named_parameters()),
+        lambda params, batch: functional_call(model, params, (), dict(batch)).loss,
+        _batch(name),
+        ROUNDS,
+    )
+
+
+@functools.cache
+def layers_of(dropout=0.1, **create):
+    module = build(4, dropout, torch.float64)
+    batch = batch_of(rows=2 * ROUNDS, dtype=torch.float64)
+    return staged(dict(module.named_parameters()), loss_of(module), batch, ROUNDS, **create)
+
+
+def cut_of(body, count, split=True, layer=r"\.(\d+)\."):
+    region = body.region()
+    leaves = holders(region, layers_begin(body.names(), count, layer))
+    return cut(region, leaves, count, range(count), split), leaves
+
+
+def assert_pieces_are_the_body(body, count, split=True, layer=r"\.(\d+)\.", exact=True):
+    found, leaves = cut_of(body, count, split, layer)
+    here, there = body.fresh(), body.fresh()
+    ours, theirs = Pipeline(here, found, count).run(), there.whole()
+    assert_same_trees([*here.given.values()], [*there.given.values()])  # what the body writes to
+    assert exact or any(len(x) > 1 for x in leaves.values())
+    if exact:
+        assert_same_trees(ours, theirs)
+    else:
+        for mine, other in zip(ours[0], theirs[0], strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    for piece in found.pieces.values():
+        piece.graph.graph.lint()
+    return found
+
+
+def crossings(found, count):
+    """(values, bytes) that cross each boundary, with F and with I."""
+    rows = []
+    for s in range(1, count):
+        for kind in "FI":
+            across = [
+                e for e in found.edges if e.kind == kind and min(e.source, e.target) < s <= max(e.source, e.target)
+            ]
+            values = {e.name: e.nbytes for e in across}
+            rows.append((len(values), sum(values.values())))
+    return rows
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("split", [True, False])
+def test_pieces_have_the_bits_of_the_body(count, split):
+    found = assert_pieces_are_the_body(layers_of(), count, split, r"^(\d+)\.")
+    assert crossings(found, count) == [(1, 256)] * (2 * count - 2)
+    kinds = {(s, kind) for s in range(count) for kind in ("FIW" if split else "FB")} - {(0, "I")}
+    assert set(found.pieces) == kinds
+
+
+# What crosses the boundaries between two, three and four stages, one after the other: (values, bytes) with F, then with
+# I. An activation has 4096 bytes, and router logits for the auxiliary loss 512. T5's encoder's output goes on to all
+# stages of its decoder, and the gradient of a relative bias to the stage before.
+ONE, IMAGE = (1, 4096), (1, 8704)
+_EXPERTS = [[(3, 5120)] * 2, [(3, 5120)] * 2 + [(4, 5632)] * 2, [(2, 4608)] * 2 + [(3, 5120)] * 2 + [(4, 5632)] * 2]
+CROSSES = {
+    **dict.fromkeys(("llama", "gpt2", "bert"), [[ONE] * 2, [ONE] * 4, [ONE] * 6]),
+    **dict.fromkeys(("mixtral", "qwen2_moe"), _EXPERTS),
+    "vit": [[IMAGE] * 2, [IMAGE] * 4, [IMAGE] * 6],
+    "t5": [[ONE] * 2, [ONE] * 2 + [(2, 8192), (3, 10240)], [ONE] + [(2, 6144)] + [ONE] * 2 + [(2, 8192), (3, 10240)]],
+}
+
+
+@pytest.mark.part(name=["t5"], count=[2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("count", "split"), [(2, True), (3, False), (4, True)])
+def test_pieces_of_models_have_the_bits_of_the_body(name, count, split):
+    found = assert_pieces_are_the_body(body_of(name), count, split, exact=name not in SEVERAL)
+    assert crossings(found, count) == CROSSES[name][count - 2]
+
+
+@pytest.mark.part(name=["llama"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_a_boundary_is_where_the_fewest_bytes_cross(name, count):
+    found, _ = cut_of(body_of(name), count)
+    assert crossings(found, count) == CROSSES[name][count - 2]
+
+
+@pytest.mark.whole
+def test_a_tied_leaf_has_a_term_on_both_of_its_stages():
+    found, leaves = cut_of(body_of("gpt2"), 3)
+    assert {k: v for k, v in found.terms.items() if len(v) > 1} == {"transformer.wte.weight": (0, 2)}
+    assert leaves["transformer.wte.weight"] == (0, 2)
+    assert sorted(len(x) for x in found.homes)[-2:] == [1, 2]
+
+
+def test_where_nothing_below_trains_no_gradient_crosses():
+    body = layers_of(frozen=lambda name: name[0] in "03")
+    found = assert_pieces_are_the_body(body, 4, layer=r"^(\d+)\.")
+    assert {(e.kind, e.source, e.target) for e in found.edges if e.kind == "I"} == {("I", 3, 2)}
+
+
+def test_a_body_without_a_backward_pass_has_pieces_of_the_forward_pass():
+    found, _ = cut_of(layers_of(frozen=lambda name: True), 3, layer=r"^(\d+)\.")
+    assert set(found.pieces) == {(0, "F"), (1, "F"), (2, "F")}

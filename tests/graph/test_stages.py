@@ -1,0 +1,156 @@
+"""What cannot be cut into stages, and what of memory that is written can."""
+
+import pytest
+import torch
+
+import zerofn
+from tests.graph.test_cut import assert_pieces_are_the_body, cut_of, layers_of
+from tests.support.staged import Pipeline, staged
+from zerofn.graph.boundaries import holders
+from zerofn.graph.cut import cut
+
+D = torch.float64
+ROUNDS = 3
+
+
+def two(loss_fn, names="ab", **options):
+    """A step of some matrices, and what `loss_fn` makes of them."""
+    torch.manual_seed(0)
+    params = {name: torch.randn(4, 4, dtype=D) for name in names}
+    return staged(params, loss_fn, {"x": torch.randn(2 * ROUNDS, 4, dtype=D)}, ROUNDS, **options)
+
+
+def halves(body):
+    """`a` on the first stage, and `b` on the second."""
+    region = body.region()
+    return cut(region, holders(region, ["b"]), 2, range(2))
+
+
+def assert_halves_are_the_body(body):
+    return assert_pieces_are_the_body(body, 2, layer=r"^([ab])")
+
+
+def test_a_leaf_that_is_used_before_its_stage_is_refused():
+    region = layers_of().region()
+    leaves = {name: (min(int(name[0]) // 3, 1),) for name in set(region.seams.leaves.values())}
+    leaves["6.weight"] = (0,)
+    message = r"'6.weight' lies on stage 0 and is read behind '3.\w+' of stage 1.*Put it on stage 1, or on both"
+    with pytest.raises(ValueError, match=message):
+        cut(region, leaves, 2, range(2))
+
+
+def test_a_leaf_between_its_stages_is_refused():
+    region = layers_of().region()
+    leaves = holders(region, ["3.weight", "9.weight"])
+    leaves["3.bias"] = (0, 2)
+    with pytest.raises(ValueError, match=r"'3.bias' lies on stage 0, 2 and is read on stage 1"):
+        cut(region, leaves, 3, range(3))
+
+
+def test_writes_through_views_come_before_what_reads_them():
+    def loss_fn(params, batch):
+        x = batch["x"]
+        shifted = torch.zeros_like(x)
+        shifted[:, 1:].copy_(x[:, :-1])  # nobody uses its result
+        shifted[:, 0].fill_(2.0)
+        h = x @ params["a"]
+        h[:, 1:].mul_(3.0)
+        return ((torch.tanh(h) @ params["b"]) * shifted).square().mean()
+
+    found = assert_halves_are_the_body(two(loss_fn))
+    assert [e.kind for e in found.edges] == ["F", "I"]
+
+
+def test_memory_that_is_written_on_another_stage_is_refused():
+    def loss_fn(params, batch):
+        h = batch["x"] @ params["a"]
+        h[:, 1:].add_(torch.tanh(batch["x"] @ params["b"])[:, 1:])
+        return h.square().mean()
+
+    with pytest.raises(ValueError, match=r"writes into a tensor that stage 0 made, on stage 1; write out of place"):
+        halves(two(loss_fn))
+
+
+def running(behind):
+    """A loss that writes a running mean on the first stage. `behind`: what the second one makes of it."""
+
+    def loss_fn(params, batch, inside):
+        h = batch["x"] @ params["a"]
+        inside["mean"].mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        inside["count"].add_(1)
+        h = torch.tanh(h - inside["mean"]) @ params["a"]
+        return behind(torch.tanh(h) @ params["b"], inside["mean"]).square().mean()
+
+    return two(loss_fn, buffers={"mean": torch.zeros(4, dtype=D), "count": torch.zeros((), dtype=torch.int64)})
+
+
+def test_one_stage_may_have_running_values():
+    found = assert_halves_are_the_body(running(lambda h, mean: h))
+    assert sorted(found.buffers.values()) == [0, 0]
+
+
+def test_running_values_of_two_stages_are_refused():
+    with pytest.raises(ValueError, match=r"is written and read on stage 0 and 1; .*Freeze it \(eval\(\)\)"):
+        halves(running(lambda h, mean: h + mean))
+
+
+def test_running_values_that_a_gradient_reads_are_refused():
+    with pytest.raises(ValueError, match=r"is written and read on stage 0 and 1 and in the backward pass"):
+        halves(running(lambda h, mean: h * mean))
+
+
+def test_an_eager_region_with_leaves_of_two_stages_is_refused():
+    def loss_fn(params, batch):
+        both = zerofn.eager_region(lambda x, a, b: x @ a @ b, like=lambda x, a, b: x.new_empty(x.shape))
+        h = batch["x"] @ params["a"]
+        return (both(h, params["a"], params["b"]) @ params["b"]).square().mean()
+
+    region = two(loss_fn).region()
+    with pytest.raises(ValueError, match=r"the eager_region or loop.* uses leaves of stages 0 and 1; cut it in two"):
+        cut(region, {"a": (0,), "b": (1,)}, 2, range(2))
+
+
+def test_a_loss_of_gradients_is_refused():
+    def loss_fn(params, batch):
+        inner = lambda p: (batch["x"] @ p["a"]).square().mean()  # noqa: E731
+        _, grads = zerofn.value_and_grad(inner)({"a": params["a"].detach()})
+        return (batch["x"] @ (params["a"] - 0.1 * grads["a"]) @ params["b"]).square().mean()
+
+    with pytest.raises(ValueError, match=r"the loss is computed.* from gradients; a pipeline has one backward pass"):
+        two(loss_fn).region()
+
+
+def test_auxiliary_values_come_from_the_stage_that_makes_them():
+    def loss_fn(params, batch):
+        h = torch.tanh(batch["x"] @ params["a"])
+        norm = params["a"].square().sum()
+        return (h @ params["b"]).square().mean(), {"h": h.detach(), "rows": batch["x"] * 2, "norm": norm.detach()}
+
+    found = assert_halves_are_the_body(two(loss_fn, has_aux=True))
+    assert found.homes[-3:] == (
+        (1,),
+        (0,),
+        (1,),
+    )  # of h, norm and rows; between equal positions the first is taken: before the tanh
+
+
+def test_a_loss_of_all_leaves_has_them_on_its_stage():
+    def loss_fn(params, batch):
+        h = torch.tanh(torch.tanh(batch["x"] @ params["a"]) @ params["b"]) @ params["c"]
+        return h.square().mean() + 0.1 * params["a"].square().sum()
+
+    body = two(loss_fn, "abc")
+    region = body.region()
+    leaves = holders(region, ["c"])
+    assert leaves == {"a": (0, 1), "b": (0,), "c": (1,)}
+    found = cut(region, leaves, 2, range(2))
+    assert found.terms == {"a": (0, 1), "b": (0,), "c": (1,)}
+    for ours, theirs in zip(Pipeline(body, found, 2).run()[0], body.whole()[0], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_stages_hand_over_no_more_than_one_activation():
+    found, _ = cut_of(layers_of(), 4, layer=r"^(\d+)\.")
+    assert [(e.source, e.target, e.kind) for e in found.edges] == [
+        (0, 1, "F"), (1, 2, "F"), (2, 3, "F"), (3, 2, "I"), (2, 1, "I"), (1, 0, "I")
+    ]  # fmt: skip
