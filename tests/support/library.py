@@ -14,6 +14,7 @@ LIBRARY = ROOT / "zerofn"
 ORDER = [
     "_torch_compat",
     "util",
+    "schedules",
     "ops",
     "tree",
     "random",

@@ -1,0 +1,1 @@
+"""Pipelines: schedules simulated, beside torch.distributed.pipelining's."""

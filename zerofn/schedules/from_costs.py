@@ -1,0 +1,158 @@
+"""The fastest schedule that is found for given costs, within a limit of memory.
+
+Candidates are the named schedules of each placement, as they are and with W placed by simulated time; schedules that
+ranks make by themselves, which fit wherever one microbatch does; and small changes of the best of all these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+from ..util.sizes import in_words
+from .actions import Kind, Placement, Schedule
+from .greedy import STYLES, Policy, Ranks, by_costs, in_order, one_at_a_time
+from .named import NAMES, make
+from .simulate import Costs, Timeline, simulate
+
+Limit = float | Sequence[float] | None  # bytes of every rank, or of each
+Pattern = list[list[tuple[Kind, int]]]  # each rank's F and I, as (kind, stage)
+
+PATIENCE = (0.0, 0.3, 0.6, 0.95)
+EFFORT = 200_000  # actions that `best` simulates to improve on a schedule: about a second
+_SLACK = 1e-9  # of times that sums in another order make
+
+
+def fill(schedule: Schedule, costs: Costs, limit: Limit = None, patience: float = 0.0) -> Schedule | None:
+    """Return a schedule with the same F and I, and each W where its rank would wait, or where memory asks for it.
+
+    A B becomes an I and a W. `patience`: a W begins only if its rank would wait for this part of it or longer. None if
+    the limit is exceeded, wherever W stand.
+
+    >>> from zerofn import schedules
+    >>> print(fill(schedules.make("1f1b", ranks=2, microbatches=3), schedules.Costs.even(2)))
+    0F0,0F1,0F2,0B0,0B1,0B2
+    1F0,1I0,1F1,1I1,1F2,1I2,1W0,1W1,1W2
+    """
+    ranks = Ranks(schedule.placement, schedule.microbatches, costs, _limits(limit, schedule.placement))
+    found = ranks.run(in_order(ranks, _pattern(schedule), patience))
+    return None if found is None else _made(f"{schedule.name}, filled", ranks)
+
+
+def best(
+    costs: Mapping[Placement, Costs], microbatches: int, limit: Limit = None, *, effort: int = EFFORT, seed: int = 0
+) -> Timeline:
+    """Return the simulated run of the fastest schedule found; `best(...).schedule` is the schedule.
+
+    `costs`: of the stages of each placement that may be taken. `limit`: bytes of every rank, or of each. The same
+    arguments give the same schedule on every machine. Its gradients of weights are in the order of microbatches, as
+    those of any schedule.
+
+    Raises `MemoryError` if not even one microbatch at a time fits.
+
+    >>> from zerofn import schedules
+    >>> line, loop = schedules.Placement("line", 4), schedules.Placement("loop", 4, 2)
+    >>> costs = {line: schedules.Costs.even(4), loop: schedules.Costs.even(8, 0.5, 0.5, 0.5)}
+    >>> best(costs, microbatches=8).schedule.name
+    'interleaved-zb'
+    """
+    search = _Search(microbatches, limit)
+    for placement, its in costs.items():
+        for name, row in NAMES.items():
+            if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks):
+                search.try_named(make(name, placement.ranks, microbatches, placement.chunks), its)
+    for placement, its in costs.items():
+        search.try_greedy(placement, its)
+    if search.found is None:
+        raise MemoryError("no schedule fits: " + "; ".join(_too_much(*x, limit) for x in costs.items()) + ".")
+    search.improve(costs, effort, random.Random(seed))
+    return simulate(search.found, costs[search.found.placement])
+
+
+class _Search:
+    """The fastest schedule so far, `found`; of equally fast ones that whose worst rank holds the fewest bytes."""
+
+    def __init__(self, microbatches: int, limit: Limit) -> None:
+        self.found: Schedule | None = None
+        self._seconds, self._bytes = inf, inf
+        self._microbatches, self._limit = microbatches, limit
+
+    def try_named(self, schedule: Schedule, costs: Costs) -> None:
+        """A schedule as it is, and with its W placed anew."""
+        line = simulate(schedule, costs)
+        limits = _limits(self._limit, schedule.placement)
+        if all(peak <= most * (1 + _SLACK) for peak, most in zip(line.peak_bytes, limits, strict=True)):
+            self._offer(line.makespan, max(line.peak_bytes), lambda: schedule)
+        for patience in PATIENCE:
+            ranks = self._ranks(schedule.placement, costs)
+            self._run(f"{schedule.name}, filled", ranks, in_order(ranks, _pattern(schedule), patience))
+
+    def try_greedy(self, placement: Placement, costs: Costs) -> None:
+        """Schedules that ranks make by themselves."""
+        if _short(placement, costs, self._limit):
+            return
+        for style in STYLES:
+            ranks = self._ranks(placement, costs)
+            self._run(f"greedy {placement.style}", ranks, by_costs(ranks, style))
+
+    def improve(self, costs: Mapping[Placement, Costs], effort: int, rng: random.Random) -> None:
+        """Move some F and I of the best schedule by some places, and keep what makes it faster."""
+        while effort > 0 and self.found is not None:
+            base = self.found
+            order = _pattern(base)
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                _move_one(order[rng.randrange(len(order))], rng)
+            name = base.name if base.name.endswith("improved") else f"{base.name}, improved"
+            ranks = self._ranks(base.placement, costs[base.placement])
+            self._run(name, ranks, in_order(ranks, order, rng.choice(PATIENCE)), 1 - _SLACK)
+            effort -= max(100, sum(map(len, ranks.orders)))
+
+    def _ranks(self, placement: Placement, costs: Costs) -> Ranks:
+        return Ranks(placement, self._microbatches, costs, _limits(self._limit, placement))
+
+    def _run(self, name: str, ranks: Ranks, policy: Policy, within: float = 1 + _SLACK) -> None:
+        """Let ranks do what they are told while they may be the fastest."""
+        seconds = ranks.run(policy, self._seconds * within)
+        if seconds is not None:
+            self._offer(seconds, max(ranks.peaks), lambda: _made(name, ranks))
+
+    def _offer(self, seconds: float, nbytes: float, made: Callable[[], Schedule]) -> None:
+        faster = seconds < self._seconds * (1 - _SLACK)
+        if faster or (seconds <= self._seconds * (1 + _SLACK) and nbytes < self._bytes):
+            self.found, self._seconds, self._bytes = made(), seconds, nbytes
+
+
+def _made(name: str, ranks: Ranks) -> Schedule:
+    return Schedule(name, ranks.placement, ranks.microbatches, tuple(map(tuple, ranks.orders)))
+
+
+def _pattern(schedule: Schedule) -> Pattern:
+    """B count as I; stage 0's backward pass is placed like W."""
+    wanted = ((a for a in order if a.kind == "F" or (a.kind != "W" and a.stage)) for order in schedule.orders)
+    return [[(a.makes.kind, a.stage) for a in order] for order in wanted]
+
+
+def _move_one(order: list[tuple[Kind, int]], rng: random.Random) -> None:
+    """Move an entry of a list to a later place. Microbatches follow from places, so each stage keeps their order."""
+    at = rng.randrange(len(order))
+    order.insert(at + rng.choice((1, 1, 2, 3)), order.pop(at))
+
+
+def _limits(limit: Limit, placement: Placement) -> tuple[float, ...]:
+    if isinstance(limit, Sequence):
+        if len(limit) != placement.ranks:
+            raise ValueError(f"{placement} needs {placement.ranks} limits, got {len(limit)}.")
+        return tuple(limit)
+    return (inf if limit is None else limit,) * placement.ranks
+
+
+def _short(placement: Placement, costs: Costs, limit: Limit) -> list[tuple[int, float, float]]:
+    """Ranks for which one microbatch is too much: (rank, bytes needed, limit)."""
+    needed = zip(one_at_a_time(placement, costs), _limits(limit, placement), strict=True)
+    return [(rank, need, most) for rank, (need, most) in enumerate(needed) if need > most * (1 + _SLACK)]
+
+
+def _too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
+    rank, need, most = max(_short(placement, costs, limit), key=lambda x: x[1] - x[2])
+    return f"rank {rank} of {placement} needs {in_words(need)} for one microbatch at a time, of {in_words(most)}"

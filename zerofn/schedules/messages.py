@@ -1,0 +1,155 @@
+"""Which values a rank sends and receives, and where among its actions.
+
+All messages from one rank to another are a *channel*. Its transfers follow each other: one ends only when sender and
+receiver are both there, and the next one begins after that. So both ends have to post them in one order, which is that
+of the sends. A rank then receives some values before it needs them.
+
+Received where they are used instead, the messages of many schedules are posted in another order than they are sent: in
+a V a rank sends its neighbour activations of one chunk and gradients of the other. Both ranks then wait for ever.
+(gloo, which buffers what is sent, hides that.)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from .actions import Action, Schedule
+from .simulate import Costs, Timeline, simulate
+
+
+class Edge(NamedTuple):
+    """A value that stage `source` makes and stage `target` reads, of each microbatch; stages between them may be
+    skipped. `kind`: "F", made and read by forward passes; "I", by those that make gradients of inputs (I or B). `name`:
+    any that tells edges between the same stages apart."""
+
+    source: int
+    target: int
+    kind: Literal["F", "I"]
+    name: str = "x"
+
+
+class Message(NamedTuple):
+    """A value of one microbatch on its way between two ranks. `number`: how many messages of the channel go before."""
+
+    edge: Edge
+    microbatch: int
+    source: int
+    target: int
+    number: int
+
+    @property
+    def channel(self) -> tuple[int, int]:
+        """The ranks that send and receive."""
+        return self.source, self.target
+
+
+class Compute(NamedTuple):
+    """Run an action, when the messages that it reads have come."""
+
+    action: Action
+    reads: tuple[Message, ...]
+
+
+class Send(NamedTuple):
+    """Begin to send what the action before made. Nothing waits for it."""
+
+    message: Message
+
+
+class Receive(NamedTuple):
+    """Begin to receive. The `Compute` that reads it waits for its end."""
+
+    message: Message
+
+
+Step = Compute | Send | Receive
+
+
+def messages(schedule: Schedule, edges: Sequence[Edge], costs: Costs | None = None) -> tuple[tuple[Step, ...], ...]:
+    """Return, for each rank, its actions, sends and receives.
+
+    A value is sent behind the action that makes it, several in the order of `edges`. Receives of a channel have the
+    order of its sends, and stand before the action that the receiver has begun last, by simulated time, when the send
+    begins: later ones would keep the sender, earlier ones occupy memory. `costs` decide that place alone (equal ones if
+    None), never the order. Edges between stages of one rank are no messages.
+
+    Raises `ValueError` for an edge that leads to no other stage or against its kind's direction.
+
+    >>> from zerofn import schedules
+    >>> schedule = schedules.make("gpipe", ranks=2, microbatches=1)
+    >>> for step in messages(schedule, [Edge(0, 1, "F"), Edge(1, 0, "I")])[1]:
+    ...     print(type(step).__name__, step.action if isinstance(step, Compute) else step.message.edge.name)
+    Receive x
+    Compute 1F0
+    Compute 1B0
+    Send x
+    """
+    for edge in edges:
+        _check(edge, schedule)
+    line = simulate(schedule, costs or Costs.even(schedule.num_stages))
+    sent = _sent(schedule, edges)
+    arrivals: defaultdict[Action, list[Message]] = defaultdict(list)  # what reads them, with kind I for B
+    for of_action in sent.values():
+        for message in of_action:
+            arrivals[Action(message.edge.target, message.edge.kind, message.microbatch)].append(message)
+    posted = _posted(line, sent)
+    out = []
+    for rank, order in enumerate(schedule.orders):
+        steps: list[Step] = []
+        for i, action in enumerate(order):
+            steps += [Receive(x) for x in posted[rank, i]]
+            steps.append(Compute(action, tuple(arrivals[action.makes])))
+            steps += [Send(x) for x in sent[action]]
+        out.append(tuple(steps))
+    return tuple(out)
+
+
+def _check(edge: Edge, schedule: Schedule) -> None:
+    if not (0 <= edge.source < schedule.num_stages and 0 <= edge.target < schedule.num_stages):
+        raise ValueError(f"{edge}: {schedule.placement} has stages 0 to {schedule.num_stages - 1}.")
+    down = edge.source < edge.target
+    if edge.source == edge.target or down != (edge.kind == "F"):
+        raise ValueError(f"{edge}: values of kind F go to later stages, those of kind I to earlier ones.")
+
+
+def _sent(schedule: Schedule, edges: Sequence[Edge]) -> defaultdict[Action, list[Message]]:
+    """Behind each action, what it sends."""
+    made: defaultdict[tuple[int, str], list[Edge]] = defaultdict(list)
+    rank_of = schedule.placement.rank_of
+    for edge in edges:
+        if rank_of(edge.source) != rank_of(edge.target):
+            made[edge.source, edge.kind].append(edge)
+    sent: defaultdict[Action, list[Message]] = defaultdict(list)
+    for rank, order in enumerate(schedule.orders):
+        numbers: Counter[int] = Counter()
+        for action in order:
+            for edge in made[action.stage, action.makes.kind]:
+                to = rank_of(edge.target)
+                sent[action].append(Message(edge, action.microbatch, rank, to, numbers[to]))
+                numbers[to] += 1
+    return sent
+
+
+def _posted(line: Timeline, sent: dict[Action, list[Message]]) -> defaultdict[tuple[int, int], list[Message]]:
+    """`[rank, i]`: the receives that stand before a rank's action `i`."""
+    channels: defaultdict[tuple[int, int], list[tuple[Message, float]]] = defaultdict(list)
+    use: dict[Action, int] = {}
+    for spans in line.spans:
+        for i, (action, _, stop) in enumerate(spans):
+            use.setdefault(action.makes, i)
+            for message in sent.get(action, ()):
+                channels[message.channel].append((message, stop))
+    starts = [[span.start for span in spans] for spans in line.spans]
+    posted: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    for (_, target), sends in channels.items():
+        last, places = len(starts[target]), []
+        for (edge, k, *_), stop in reversed(sends):  # none behind one that is sent later, or behind what reads it
+            begun = max(0, bisect_right(starts[target], stop) - 1)
+            last = min(last, begun, use[Action(edge.target, edge.kind, k)])
+            places.append(last)
+        for (message, _), place in zip(sends, reversed(places), strict=True):
+            posted[target, place].append(message)
+    return posted
