@@ -8,11 +8,14 @@ import transformers as hf
 from torch.func import functional_call
 
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import batch_of, build, loss_of
+from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, gathers, loss_of
 from tests.support.staged import Pipeline, layers_begin, staged
+from zerofn.comm.mesh import Mesh
+from zerofn.geometry.cuts import on_stages
 from zerofn.graph.boundaries import holders
 from zerofn.graph.cut import cut
 
+ops = torch.ops.zerofn
 ROUNDS = 3
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -87,11 +90,10 @@ def body_of(name):
     )
 
 
-@functools.cache
-def layers_of(dropout=0.1, **create):
+def layers_of(dropout=0.1, **options):
     module = build(4, dropout, torch.float64)
     batch = batch_of(rows=2 * ROUNDS, dtype=torch.float64)
-    return staged(dict(module.named_parameters()), loss_of(module), batch, ROUNDS, **create)
+    return staged(dict(module.named_parameters()), loss_of(module), batch, ROUNDS, **options)
 
 
 def cut_of(body, count, split=True, layer=r"\.(\d+)\."):
@@ -103,7 +105,7 @@ def cut_of(body, count, split=True, layer=r"\.(\d+)\."):
 def assert_pieces_are_the_body(body, count, split=True, layer=r"\.(\d+)\.", exact=True):
     found, leaves = cut_of(body, count, split, layer)
     here, there = body.fresh(), body.fresh()
-    ours, theirs = Pipeline(here, found, count).run(), there.whole()
+    ours, theirs = Pipeline([here] * count, found.pieces).run(), there.whole()
     assert_same_trees([*here.given.values()], [*there.given.values()])  # what the body writes to
     assert exact or any(len(x) > 1 for x in leaves.values())
     if exact:
@@ -184,3 +186,29 @@ def test_where_nothing_below_trains_no_gradient_crosses():
 def test_a_body_without_a_backward_pass_has_pieces_of_the_forward_pass():
     found, _ = cut_of(layers_of(frozen=lambda name: True), 3, layer=r"^(\d+)\.")
     assert set(found.pieces) == {(0, "F"), (1, "F"), (2, "F")}
+
+
+def on_a_mesh(rank, **sizes):
+    """What a rank captures, each leaf of which lies on one of two stages; and where they are."""
+    leaves = {f"{3 * k}.{x}": (k // 2,) for k in range(4) for x in ("weight", "bias")}
+    with fake_ranks(2 * sizes.get("data", 1), rank):
+        cuts = {name: (on_stages("pipe", 0, WIDTH, where, 2),) for name, where in leaves.items()}
+        return layers_of(sharded={"mesh": Mesh.make(pipe=2, **sizes), "cuts": cuts}), leaves
+
+
+def test_ranks_with_their_own_stages_have_the_pieces_of_one_pipeline():
+    (first, leaves), (second, _) = (on_a_mesh(rank) for rank in range(2))
+    ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate((first, second)))
+    assert ours.edges == theirs.edges and ours.homes == theirs.homes
+    found, whole = Pipeline([first, second], ours.pieces | theirs.pieces).run(), layers_of().whole()
+    for mine, other in zip(found[0], whole[0], strict=True):
+        length = min(mine.numel(), other.numel())  # units of one leaf are padded
+        assert torch.equal(mine.flatten()[:length], other.flatten()[:length])
+    for piece in (ours.pieces | theirs.pieces).values():
+        assert not [x for x in piece.graph.graph.nodes if x.target in (ops.on_stage.default, ops.to_stage.default)]
+
+
+def test_what_is_computed_of_weights_gathers_nothing():
+    body, leaves = on_a_mesh(3, data=2)
+    found = cut(body.region(), leaves, 2, [1])
+    assert [len(gathers(found.pieces[1, kind].graph)) for kind in "FIW"] == [4, 2, 0]

@@ -15,7 +15,7 @@ from tests.support.small_steps import captured, inputs_of
 from zerofn import optim
 from zerofn.collectives.maps import Linear
 from zerofn.graph.boundaries import reads_of
-from zerofn.graph.cut import Cut
+from zerofn.graph.cut import Piece
 from zerofn.graph.nested import Call, calls, fold
 from zerofn.graph.region import Region, seams_of
 from zerofn.passes._context import context_of
@@ -46,10 +46,13 @@ class Lent(NamedTuple):
 
 
 class Staged(NamedTuple):
-    """The body of a step's loop, with real inputs. `call`: what runs it. `given`: by the body's inputs."""
+    """The body of a step's loop, with real inputs. `call`: what runs it. `seams`: the operations that lend a parameter,
+    and return its gradient. `given`: by the body's inputs.
+    """
 
     body: GraphModule
     call: Call
+    seams: tuple[Any, Any]
     given: dict[Node, torch.Tensor]
 
     @property
@@ -63,7 +66,7 @@ class Staged(NamedTuple):
 
     def region(self) -> Region:
         """The part between parameters and gradients."""
-        return Region(self.body, seams_of(self.body, ops.leaf.default, ops.gradient.default, self.varying))
+        return Region(self.body, seams_of(self.body, *self.seams, self.varying))
 
     def fresh(self) -> Staged:
         """The same, with inputs of its own, which the body may write to."""
@@ -94,19 +97,23 @@ def staged(
     unit: Callable[[str], str] | None = None,
     has_aux: bool = False,
     buffers: Mapping[str, torch.Tensor] | None = None,
+    sharded: Mapping[str, Any] | None = None,
     **create: Any,
 ) -> Staged:
     """Capture a step that accumulates, and take its loop's body out. `buffers`: tensors that `loss_fn` takes behind the
-    batch, and may write to.
+    batch, and may write to. `sharded`: how parameters are sharded; on a mesh with stages they are lent as there.
     """
-    buffers = dict(buffers or {})
+    buffers, mesh = dict(buffers or {}), (sharded or {}).get("mesh")
+    lend, back = (ops.leaf, ops.gradient) if mesh is None else (torch.ops.zerofn.on_stage, torch.ops.zerofn.to_stage)
 
     def lent(params: Any, *args: Any) -> Any:
-        return loss_fn({k: Linear.apply(Lent(k), x)[0] for k, x in params.items()}, *args)
+        if mesh is None:
+            params = {k: Linear.apply(Lent(k), x)[0] for k, x in params.items()}
+        return loss_fn(params, *args)
 
     create |= {"extra": buffers} if buffers else {}
     state = zerofn.TrainState.create(params=dict(params), tx=optim.sgd(0.1), **create)
-    state = zerofn.shard(state, stage=3, unit=unit or (lambda name: name))
+    state = zerofn.shard(state, **{"stage": 3, "unit": unit or (lambda name: name), **(sharded or {})})
 
     def step(state: Any, batch: Any) -> Any:
         inside = {k: x.clone() for k, x in state.extra.items()} if buffers else {}
@@ -126,7 +133,8 @@ def staged(
             values[x] = x.target(*torch.fx.map_arg(x.args, values.get), **torch.fx.map_arg(x.kwargs, values.get))
         elif x.op == "get_attr":
             values[x] = getattr(program.gm, x.target)
-    return Staged(call.body, call, {x: values[outer].detach().clone() for x, outer in call.given.items()})
+    seams = (lend.default, back.default)
+    return Staged(call.body, call, seams, {x: values[outer].detach().clone() for x, outer in call.given.items()})
 
 
 def layers_begin(names: Sequence[str], count: int, layer: str = r"\.(\d+)\.") -> list[str]:
@@ -140,15 +148,18 @@ def layers_begin(names: Sequence[str], count: int, layer: str = r"\.(\d+)\.") ->
 
 
 class Pipeline:
-    """Runs the pieces of all stages for several microbatches, in turns: 1F1B, or F, I and W as soon as they may."""
+    """Runs the pieces of all stages for several microbatches, in turns: 1F1B, or F, I and W as soon as they may.
 
-    def __init__(self, body: Staged, cut: Cut, count: int) -> None:
-        self._body, self._cut, self._count = body, cut, count
+    `bodies`: for each stage what its rank has captured. `pieces`: of all stages.
+    """
+
+    def __init__(self, bodies: Sequence[Staged], pieces: Mapping[tuple[int, str], Piece]) -> None:
+        self._bodies, self._pieces, self._count = bodies, pieces, len(bodies)
+        self._call = bodies[0].call
         self._values: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         self._sent: dict[tuple[int, int, str], deque[Any]] = defaultdict(deque)
         self.sums: dict[int, dict[int, Any]] = defaultdict(dict)  # result -> stage -> sum of its terms
         self.rows: dict[int, list[Any]] = defaultdict(list)
-        self.order: list[str] = []
 
     def run(self) -> tuple[list[torch.Tensor], list[Any]]:
         """The sums, over stages in order, and the stacks."""
@@ -157,18 +168,18 @@ class Pipeline:
                 self._act(stage, kind, k)
         assert not any(self._sent.values()), "sent and never received"
         sums = []
-        for i in range(self._body.call.num_sums):
+        for i in range(self._call.num_sums):
             parts = [self.sums[i][s] for s in sorted(self.sums[i])]
             total = parts[0]
             for x in parts[1:]:
                 total = total + x
             sums.append(total)
-        rows = range(self._body.call.num_sums, len(self._body.call.results))
+        rows = range(self._call.num_sums, len(self._call.results))
         return sums, [torch.stack(self.rows[i]) for i in rows]
 
     def _ticks(self) -> Iterable[list[tuple[int, str, int]]]:
         """1F1B: stage s is `count - s` microbatches ahead of its backward pass; W of one comes behind the next I."""
-        rounds, late = self._body.call.rounds, [k for k in ("I", "B", "W") if any(x == k for _, x in self._cut.pieces)]
+        rounds, late = self._call.rounds, [k for k in ("I", "B", "W") if any(x == k for _, x in self._pieces)]
         for tick in range(2 * (rounds + self._count)):
             for s in range(self._count):
                 if tick - s in range(rounds):
@@ -178,11 +189,10 @@ class Pipeline:
                 yield [(s, kind, k - (kind == "W")) for kind in late if k - (kind == "W") in range(rounds)]
 
     def _act(self, stage: int, kind: str, k: int) -> None:
-        piece = self._cut.pieces.get((stage, kind))
+        piece = self._pieces.get((stage, kind))
         if piece is None:
             return
-        self.order.append(f"{stage}{kind}{k}")
-        env, given = self._values[stage, k], self._body.inputs(k)
+        env, given = self._values[stage, k], self._bodies[stage].inputs(k)
         for edge in piece.received:
             number, name, value = self._sent[edge.source, stage, edge.name].popleft()
             assert number == k and name == edge.name
@@ -201,7 +211,7 @@ class Pipeline:
             self._add(result, stage, out[i].clone())
 
     def _add(self, result: int, stage: int, term: Any) -> None:
-        if result >= self._body.call.num_sums:
+        if result >= self._call.num_sums:
             self.rows[result].append(term)
         else:
             before = self.sums[result].get(stage)
