@@ -1,11 +1,13 @@
 """Pieces of a pipeline, run in one process, and the body that they are made of."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, gathers, loss_of
@@ -14,6 +16,9 @@ from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import on_stages
 from zerofn.graph.boundaries import holders
 from zerofn.graph.cut import cut
+from zerofn.graph.liveness import AGAIN
+from zerofn.graph.segments import Segments
+from zerofn.passes.recompute_activations import recompute_activations
 
 ops = torch.ops.zerofn
 ROUNDS = 3
@@ -77,8 +82,8 @@ def _batch(name):
 
 
 @functools.cache
-def body_of(name):
-    """A model's step, captured with what it needs to run."""
+def body_of(name, copy=""):
+    """A model's step, captured with what it needs to run. `copy`: of which, if a test changes it."""
     torch.manual_seed(0)
     model = MODELS[name]().double().train()
     model.config.use_cache = False
@@ -186,6 +191,44 @@ def test_where_nothing_below_trains_no_gradient_crosses():
 def test_a_body_without_a_backward_pass_has_pieces_of_the_forward_pass():
     found, _ = cut_of(layers_of(frozen=lambda name: True), 3, layer=r"^(\d+)\.")
     assert set(found.pieces) == {(0, "F"), (1, "F"), (2, "F")}
+
+
+def recomputed(body):
+    """The same, where the backward pass computes all activations again."""
+    dropped = frozenset(x.name for x in Segments(body.body.graph).activations)
+    recompute_activations(body.body, SimpleNamespace(choice=SimpleNamespace(dropped=dropped)))
+    assert any(x.meta.get(AGAIN) for x in body.body.graph.nodes)
+    return body
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_what_is_computed_again_is_computed_where_it_is_read(split):
+    found = assert_pieces_are_the_body(recomputed(layers_of()), 3, split, r"^(\d+)\.")
+    assert crossings(found, 3) == [(1, 256)] * 4
+    for (_, kind), piece in found.pieces.items():
+        assert kind != "F" or not any(x.meta.get(AGAIN) for x in piece.graph.graph.nodes)
+
+
+@pytest.mark.whole
+def test_a_model_that_is_computed_again_sends_no_more():
+    found = assert_pieces_are_the_body(recomputed(body_of("llama", "again")), 4)
+    assert crossings(found, 4) == CROSSES["llama"][2]
+
+
+def test_a_part_that_torch_computes_again():
+    module, batch = build(4, 0.2, torch.float64), batch_of(rows=2 * ROUNDS, dtype=torch.float64)
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for k in range(0, len(module), 3):
+            own = {name.removeprefix(f"{k}."): p for name, p in params.items() if name.startswith(f"{k}.")}
+            part = lambda x, w, b: torch.nn.functional.dropout(torch.tanh(torch.nn.functional.linear(x, w, b)), 0.2)  # noqa: E731
+            x = checkpoint(part, x, own["weight"], own["bias"], use_reentrant=False)
+        return (x - batch["y"]).square().sum(), batch["y"].square().sum()
+
+    body = staged(dict(module.named_parameters()), loss_fn, batch, ROUNDS)
+    found = assert_pieces_are_the_body(body, 4, layer=r"^(\d+)\.")
+    assert crossings(found, 4) == [(1, 256)] * 6
 
 
 def on_a_mesh(rank, **sizes):

@@ -123,6 +123,9 @@ def staged(
 
     program = captured(step, state, batch)
     ((node, call),) = calls(program.gm)
+    for x in call.body.graph.nodes:
+        if x.target in (ops.leaf.default, ops.gradient.default):  # as on a mesh, where they stand before and behind
+            x.meta.pop("phase", None)
     for each in (canonicalize, functionalize):
         each(call.body, context_of(program))
     values = dict(zip(program.placeholders, inputs_of(state, batch), strict=True))

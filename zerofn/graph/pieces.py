@@ -116,8 +116,15 @@ class Part:
             return (start_of(value) or value).all_input_nodes[0]
         if value in self.taken or value in self.received:
             return None
+        if self._is_elsewhere(value):
+            return self._plan.region.originals[value]
         is_old = self._plan.made.get(value, self._kind) != self._kind
         return memory if is_old and (memory := _shared(value)) and not is_view(value) else None
+
+    def _is_elsewhere(self, value: Node) -> bool:
+        """Return whether a value is computed again, and the first time on another stage."""
+        original = self._plan.region.originals.get(value)
+        return original is not None and self._plan.stages.at[original] != self._plan.stage
 
     def _visit(self, values: Iterable[Node]) -> None:
         todo = list(values)
@@ -142,6 +149,8 @@ class Part:
         if x in plan.incoming:
             (self.taken if plan.made.setdefault(x, self._kind) != self._kind else self.received).add(x)
             return []
+        if self._is_elsewhere(x):
+            return [region.originals[x]]
         if plan.made.get(x, self._kind) != self._kind and x not in plan.before:
             if is_view(x) and _shared(x):
                 self.computed.add(x)
@@ -287,8 +296,8 @@ class Writer:
         x = self._value(value)
         if x in self._numbers:
             return self._numbers[x]
-        out, memory = x, self._memory_of(x)
-        if memory in self._memory or sent and (_shared(x) or as_sent(value) is not value.meta["val"]):
+        out, memory = x, self._memory_of(value)
+        if memory in self._memory or sent and (_shared(value) or as_sent(value) is not value.meta["val"]):
             out = memory = self._graph.call_function(aten.clone.default, (x,))
             out.meta.update(x.meta, val=as_sent(value))
         self._memory.add(memory)
@@ -296,10 +305,19 @@ class Writer:
         self._numbers[x] = len(self._outputs) - 1
         return self._numbers[x]
 
-    def _memory_of(self, node: Node) -> Node:
-        while found := _shared(node):
-            node = found
-        return node
+    def _memory_of(self, value: Node) -> Node:
+        """Return what made the memory of a value, or the value that came in."""
+        while value not in self._part.taken and value not in self._part.received:
+            if value in self._plan.region.seams.gradients:
+                terms = self._part.term(value)
+                if len(terms) != 1:
+                    return self._value(value)
+                value = terms[0]
+            elif found := self._part.source(value) or _shared(value):
+                value = found
+            else:
+                break
+        return value
 
 
 def as_sent(node: Node) -> Any:

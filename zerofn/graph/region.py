@@ -11,11 +11,12 @@ import operator
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from .._torch_compat import OpOverload
 from .alias import is_view, sources, writes
 from .causes import ACT, Causes
+from .edit import frozen
 from .liveness import AGAIN
 from .node_kinds import argument, start_of, traits
 from .phase import BACKWARD, FORWARD, phase_of
@@ -69,7 +70,8 @@ class Region:
     gradients. `ordinal`: the number of each among all nodes with a stage, equal on all ranks. `order`: the same, but
     nodes that cannot be apart have one number: an operation and its results, a transfer and its wait, memory and the
     gradients that are written to it. `needs`: of every value. `tail`: the gradients' seams, and what is computed from
-    these.
+    these. `originals`: what is computed again -> the value of the forward pass. On another stage than that it is the
+    value itself, which was received there: so a cut is the same, whatever is computed again.
     """
 
     def __init__(self, body: GraphModule, seams: Seams) -> None:
@@ -98,6 +100,7 @@ class Region:
             node: [x for x in inputs if x not in self.order or x in node.all_input_nodes]
             for node, inputs in self.causes.inputs.items()
         }
+        self.originals = self._find_originals()
         self.needs: dict[Node, Needs] = {}
         self._find_needs(graph.nodes)
         self.where = {node: k for k, node in enumerate(graph.nodes)}
@@ -150,10 +153,28 @@ class Region:
             return True
         return self.causes.kind[first] == ACT and phase_of(first) == FORWARD and not first.meta.get(AGAIN)
 
+    def _find_originals(self) -> dict[Node, Node]:
+        """Return which values of the forward pass, with a stage, the backward pass computes again."""
+        known: dict[Any, Node] = {}
+        same: dict[Node, Node] = {}
+        for node in self.nodes:
+            memory = (node, *node.all_input_nodes)
+            if node in self.gradients or any(self.causes.root[x] in self.causes.written for x in memory):
+                continue
+            args = map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
+            key = node.target, *map(frozen, args)
+            if phase_of(node) == BACKWARD and key in known:
+                same[node] = known[key]
+            elif phase_of(node) != BACKWARD:
+                known[key] = node
+        return {node: first for node, first in same.items() if first in self.order}
+
     def _find_needs(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             if node in self.seams.leaves:
                 self.needs[node] = Needs(frozenset(), frozenset([self.seams.leaves[node]]))
+            elif node in self.originals:
+                self.needs[node] = self.of(self.originals[node])
             else:
                 found = [self.of(x) for x in self.inputs[node]]
                 self.needs[node] = Needs(_union(x.values for x in found), _union(x.leaves for x in found))
