@@ -62,6 +62,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.mesh.mesh
 	$(VENV)/bin/python -m benchmarks.mesh.mesh --equality
 	$(VENV)/bin/python -m benchmarks.mesh.foresight
+	$(VENV)/bin/python -m benchmarks.pipe.schedules
 	$(VENV)/bin/python -m benchmarks.memory.memory
 	$(VENV)/bin/python -m benchmarks.memory.foresight
 	$(VENV)/bin/python -m benchmarks.step.overhead

@@ -98,15 +98,17 @@ class _Search:
 
     def improve(self, costs: Mapping[Placement, Costs], effort: int, rng: random.Random) -> None:
         """Move some F and I of the best schedule by some places, and keep what makes it faster."""
+        base, pattern = None, Pattern()
         while effort > 0 and self.found is not None:
-            base = self.found
-            order = _pattern(base)
+            if base is not self.found:
+                base, pattern = self.found, _pattern(self.found)
+            order = [list(x) for x in pattern]
             for _ in range(rng.choice((1, 1, 2, 3))):
                 _move_one(order[rng.randrange(len(order))], rng)
             name = base.name if base.name.endswith("improved") else f"{base.name}, improved"
             ranks = self._ranks(base.placement, costs[base.placement])
             self._run(name, ranks, in_order(ranks, order, rng.choice(PATIENCE)), 1 - _SLACK)
-            effort -= max(100, sum(map(len, ranks.orders)))
+            effort -= max(50, sum(map(len, ranks.orders)))
 
     def _ranks(self, placement: Placement, costs: Costs) -> Ranks:
         return Ranks(placement, self._microbatches, costs, _limits(self._limit, placement))
