@@ -9,15 +9,20 @@ import transformers as hf
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.mesh.float64_models import build as build_of_mesh
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, gathers, loss_of
 from tests.support.staged import Pipeline, layers_begin, staged
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import on_stages
+from zerofn.graph import boundaries
 from zerofn.graph.boundaries import holders
 from zerofn.graph.cut import cut
 from zerofn.graph.liveness import AGAIN
+from zerofn.graph.node_kinds import is_start, wait_of
 from zerofn.graph.segments import Segments
+from zerofn.graph.stages import Stages
+from zerofn.parallel import tensor
 from zerofn.passes.recompute_activations import recompute_activations
 
 ops = torch.ops.zerofn
@@ -169,9 +174,21 @@ def test_pieces_of_models_have_the_bits_of_the_body(name, count, split):
 @pytest.mark.part(name=["llama"])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_boundary_is_where_the_fewest_bytes_cross(name, count):
-    found, _ = cut_of(body_of(name), count)
+def test_a_boundary_is_where_the_fewest_bytes_cross(name, count, monkeypatch):
+    found, leaves = cut_of(body_of(name), count)
     assert crossings(found, count) == CROSSES[name][count - 2]
+    monkeypatch.setattr(boundaries, "bytes_across", lambda region: [0] * len(region.forward))
+    anywhere = crossings(cut(body_of(name).region(), leaves, count, []), count)
+    assert all(many >= few for many, few in zip(anywhere, crossings(found, count), strict=True))
+    assert anywhere[0] > CROSSES[name][count - 2][0]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "more"), [("mixtral", (4, 13312)), ("gpt2", (3, 8448))])
+def test_gradients_that_do_not_sink_cross_in_addition(name, more, monkeypatch):
+    monkeypatch.setattr(Stages, "_sink", lambda stages: None)
+    found, _ = cut_of(body_of(name), 2)
+    assert crossings(found, 2)[1] == more
 
 
 @pytest.mark.whole
@@ -239,19 +256,73 @@ def on_a_mesh(rank, **sizes):
         return layers_of(sharded={"mesh": Mesh.make(pipe=2, **sizes), "cuts": cuts}), leaves
 
 
+def assert_equal_units(ours, theirs):
+    for mine, other in zip(ours, theirs, strict=True):
+        length = min(mine.numel(), other.numel())  # units of one leaf are padded
+        assert torch.equal(mine.flatten()[:length], other.flatten()[:length])
+
+
 def test_ranks_with_their_own_stages_have_the_pieces_of_one_pipeline():
     (first, leaves), (second, _) = (on_a_mesh(rank) for rank in range(2))
     ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate((first, second)))
     assert ours.edges == theirs.edges and ours.homes == theirs.homes
     found, whole = Pipeline([first, second], ours.pieces | theirs.pieces).run(), layers_of().whole()
-    for mine, other in zip(found[0], whole[0], strict=True):
-        length = min(mine.numel(), other.numel())  # units of one leaf are padded
-        assert torch.equal(mine.flatten()[:length], other.flatten()[:length])
+    assert_equal_units(found[0], whole[0])
     for piece in (ours.pieces | theirs.pieces).values():
         assert not [x for x in piece.graph.graph.nodes if x.target in (ops.on_stage.default, ops.to_stage.default)]
+
+
+def test_a_leaf_of_no_stage_has_its_gradient_where_it_is_used():
+    """A scalar, which cannot lie on a stage alone, is on all ranks, and nothing marks its gradient."""
+    module, batch = build(4, 0.1, torch.float64), batch_of(rows=2 * ROUNDS, dtype=torch.float64)
+    params = {**dict(module.named_parameters()), "scale": torch.tensor(2.0, dtype=torch.float64)}
+
+    def loss_fn(params, batch):
+        own = {k: x for k, x in params.items() if k != "scale"}
+        return (functional_call(module, own, (batch["x"] * params["scale"],)) - batch["y"]).square().mean()
+
+    bodies = []
+    for rank in range(2):
+        with fake_ranks(2, rank):
+            cuts = {k: (on_stages("pipe", 0, WIDTH, (int(k[0]) // 6,), 2),) for k in dict(module.named_parameters())}
+            bodies.append(staged(params, loss_fn, batch, ROUNDS, sharded={"mesh": Mesh.make(pipe=2), "cuts": cuts}))
+    leaves = {k: cut.holders for k, (cut,) in cuts.items()}
+    ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate(bodies))
+    assert ours.edges == theirs.edges and ours.homes == theirs.homes and len(ours.edges) == 2
+    found, whole = Pipeline(bodies, ours.pieces | theirs.pieces).run(), staged(params, loss_fn, batch, ROUNDS).whole()
+    assert_equal_units(found[0], whole[0])
 
 
 def test_what_is_computed_of_weights_gathers_nothing():
     body, leaves = on_a_mesh(3, data=2)
     found = cut(body.region(), leaves, 2, [1])
     assert [len(gathers(found.pieces[1, kind].graph)) for kind in "FIW"] == [4, 2, 0]
+
+
+@pytest.mark.whole
+def test_layers_that_are_cut_have_their_sums_within_a_piece():
+    """Two stages of two ranks each, which have slices of the layers: what the first of each captures."""
+    params = {k: x.detach() for k, x in build_of_mesh("llama").named_parameters()}
+    where = {k: (int("layers.1." in k or k.startswith(("lm_head", "model.norm"))),) for k in params}
+    found = []
+    for rank in (0, 2):
+        with fake_ranks(4, rank):
+            mesh, model = Mesh.make(pipe=2, tensor=2), build_of_mesh("llama")
+            own = tensor(model, mesh)
+            cuts = {
+                k: (*([own[k]] if k in own else []), on_stages("pipe", 0, x.shape[0], where[k], 2))
+                for k, x in params.items()
+            }
+            body = staged(
+                params,
+                lambda p, batch, model=model: functional_call(model, p, (), dict(batch)).loss,
+                {"input_ids": torch.ones(2 * ROUNDS, 8, dtype=torch.int64), "labels": torch.ones(2 * ROUNDS, 8).long()},
+                ROUNDS,
+                sharded={"mesh": mesh, "cuts": cuts},
+            )
+        found.append(cut(body.region(), where, 2, [rank // 2]))
+    assert found[0].edges == found[1].edges and len(found[0].edges) == 2
+    for piece in (found[0].pieces | found[1].pieces).values():
+        starts = [x for x in piece.graph.graph.nodes if is_start(x)]
+        assert all(wait_of(x) for x in starts)
+    assert any(is_start(x) for x in found[0].pieces[0, "F"].graph.graph.nodes)

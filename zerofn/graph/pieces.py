@@ -74,6 +74,10 @@ class Plan:
         later = {x for part in self.parts.values() for x in part.taken if self.made[x] == kind}
         return sorted(later - self.incoming, key=self.region.where.__getitem__)
 
+    def taken_of(self, received: Iterable[Node]) -> list[Node]:
+        """Return which of the values that a piece received later ones take."""
+        return [x for x in received if any(x in part.taken for part in self.parts.values())]
+
     def name(self, value: Node) -> str:
         """Return the name under which a stage has a value."""
         return edge_name(self.stages, value) if value in self.incoming else value.name
@@ -249,7 +253,7 @@ class Writer:
             kept_at,
             sent,
             results,
-            sum(memory_bytes(x.meta["val"]) for x in kept),
+            sum(memory_bytes(x.meta["val"]) for x in [*kept, *plan.taken_of(received)]),
         )
 
     def _value(self, x: Node) -> Node:
