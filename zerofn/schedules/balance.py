@@ -1,7 +1,7 @@
 """Spread the layers of a model over stages, so that ranks have equal work.
 
-A rank computes all of its stages, so that ranks are balanced and not stages: in a V the first and the last stage, with
-the head, are on one rank, and the head's rank gets fewer layers in both of its stages or in either.
+A rank computes all of its stages, so ranks are balanced, and not stages. In a V, for example, rank 0 has the first and
+the last stage: if the head takes as long as two layers, one of these stages has two layers less than others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .actions import Placement
 from .simulate import Costs
 
 SHAKES = 40  # enough for the best way to spread a dozen parts over six stages, nearly always
-EFFORT = 15_000  # ways that are looked at before the last shake: a quarter of a second for 32 stages
+EFFORT = 15_000  # ways that are looked at: a quarter of a second for 32 stages
 Judge = Callable[[list[int]], tuple[float, ...]]
 
 
@@ -65,10 +65,9 @@ def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> t
     bounds = search.improved(search.equal(placement.num_stages), search.by_time)
     rng = random.Random(0)
     for _ in range(SHAKES if placement.num_stages > 1 else 0):
-        if search.judged > EFFORT:
-            break
         other = search.improved(search.shaken(bounds, rng), search.by_time)
         bounds = min(bounds, other, key=search.by_time)
+    search.judged = 0
     bounds = search.improved(bounds, search.by_all)
     return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
 
@@ -124,9 +123,9 @@ class _Search:
         return round(end / self._unit), crossing, sum(x * x for x in stages), end
 
     def improved(self, bounds: list[int], judge: Judge) -> list[int]:
-        """Move parts between stages until no move of one is better."""
+        """Move parts between stages until no move of one is better, or enough has been looked at."""
         best, moved = judge(bounds), True
-        while moved:
+        while moved and self.judged < EFFORT:
             moved = False
             for source, target in permutations(range(len(self._rank_of)), 2):
                 if bounds[source + 1] - bounds[source] > 1:

@@ -19,7 +19,7 @@ from .simulate import Costs, Timeline, simulate
 Limit = float | Sequence[float] | None  # bytes of every rank, or of each
 Pattern = list[list[tuple[Kind, int]]]  # each rank's F and I, as (kind, stage)
 
-PATIENCE = (0.0, 0.3, 0.6, 0.95)
+PATIENCE = (0.0, 0.3, 0.6, 0.95)  # of `fill`; each is the best one for some costs
 EFFORT = 200_000  # actions that `best` simulates to improve on a schedule: about a second
 _SLACK = 1e-9  # of times that sums in another order make
 
@@ -46,8 +46,7 @@ def best(
     """Return the simulated run of the fastest schedule found; `best(...).schedule` is the schedule.
 
     `costs`: of the stages of each placement that may be taken. `limit`: bytes of every rank, or of each. The same
-    arguments give the same schedule on every machine. Its gradients of weights are in the order of microbatches, as
-    those of any schedule.
+    arguments give the same schedule on every rank.
 
     Raises `MemoryError` if not even one microbatch at a time fits.
 
@@ -157,4 +156,4 @@ def _short(placement: Placement, costs: Costs, limit: Limit) -> list[tuple[int, 
 
 def _too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
     rank, need, most = max(_short(placement, costs, limit), key=lambda x: x[1] - x[2])
-    return f"rank {rank} of {placement} needs {in_words(need)} for one microbatch at a time, of {in_words(most)}"
+    return f"rank {rank} of {placement} holds {in_words(need)} with one microbatch, and its limit is {in_words(most)}"

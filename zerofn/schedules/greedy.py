@@ -193,10 +193,9 @@ def by_costs(ranks: Ranks, style: Style) -> Policy:
         forward = [s for s in stages if ranks.next_ready("F", s) <= t]
         fitting = [s for s in forward if fits(rank, s)]
         weight = ranks.weight(rank, t)
-        if weight is not None:
-            full = len(fitting) < len(forward) and not backward and not fitting
-            if full or len(ranks.weights[rank]) > style.lag:
-                return "W", weight
+        full = forward and not fitting and not backward
+        if weight is not None and (full or len(ranks.weights[rank]) > style.lag):
+            return "W", weight
         if fitting and (style.forward_first or not backward):
             return "F", (max if style.deep else min)(fitting)
         if backward:
