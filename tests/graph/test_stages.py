@@ -112,6 +112,30 @@ def test_running_values_that_a_gradient_reads_are_refused():
         halves(running(lambda h, mean: h * mean))
 
 
+class Times(torch.autograd.Function):
+    """Twice `h`, whose gradient is multiplied by `factor`."""
+
+    @staticmethod
+    def forward(ctx, h, factor):
+        ctx.save_for_backward(factor)
+        return h * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def test_memory_that_is_written_before_the_backward_pass_reads_it_is_refused():
+    def loss_fn(params, batch):
+        x = batch["x"].clone()
+        h = Times.apply(batch["x"] @ params["a"], torch.cos(x))  # what the gradient alone reads is computed there
+        x[:, 1:].add_(1.0)
+        return (torch.tanh(torch.tanh(h + x) @ params["a"]) @ params["b"]).square().mean()
+
+    with pytest.raises(ValueError, match=r"writes into a tensor that the backward pass reads as it was before"):
+        halves(two(loss_fn))
+
+
 def test_an_eager_region_with_leaves_of_two_stages_is_refused():
     def loss_fn(params, batch):
         both = zerofn.eager_region(lambda x, a, b: x @ a @ b, like=lambda x, a, b: x.new_empty(x.shape))

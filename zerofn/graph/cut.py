@@ -2,8 +2,8 @@
 
 The body of a loop over microbatches (forward pass, seed, backward pass, flat gradients) becomes up to three pieces a
 stage: F, the forward pass; I, the gradients that earlier stages need; and W, those of parameters, which may wait.
-Without a split, B is I and W together. The first stage has no I, as nothing is sent from there. A body without a
-backward pass has pieces F alone.
+Without a split, B is I and W together. The first stage has no I, as nothing is sent from there: its W receives. A body
+without a backward pass has pieces F alone.
 """
 
 from __future__ import annotations

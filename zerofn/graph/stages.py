@@ -79,7 +79,7 @@ class Stages:
             stage, needs = self.at[node], self.region.reads([node])
             self._check_leaves(node, stage, needs.leaves)
             for value in needs.values:
-                self._forward_to(value, stage, node)
+                self._forward_to(value, stage)
             for memory in self.region.causes.written_by.get(node, ()):
                 if self.at.get(memory, stage) != stage:
                     raise ValueError(
@@ -98,15 +98,11 @@ class Stages:
                 f"{stage}, or on both (stages={{...}})."
             )
 
-    def _forward_to(self, value: Node, stage: int, reader: Node) -> None:
+    def _forward_to(self, value: Node, stage: int) -> None:
         """Send a value of the forward pass to a stage, unless it is there."""
-        source = self.at[value]
-        if value in self._have[stage]:
-            return
-        if source > stage and reader in self.region.order and reader not in self.region.gradients:
-            raise ValueError(f"pipe: {reader.name}{line_behind(reader)} reads a value of a later stage.")
-        self._have[stage].add(value)
-        self._crossings[Crossing(value, source, stage, source > stage)] = None
+        if value not in self._have[stage]:
+            self._have[stage].add(value)
+            self._crossings[Crossing(value, self.at[value], stage, self.at[value] > stage)] = None
 
     # backwards
 
@@ -151,7 +147,7 @@ class Stages:
                     self._check_leaves(group[0], top, needs.leaves)
                 stage = min(able, key=lambda s: sum(nbytes_of(x) for x in values if x not in self._have[s]))
                 for x in values:
-                    self._forward_to(x, stage, group[0])
+                    self._forward_to(x, stage)
             self.at.update(dict.fromkeys(group, stage))
 
     def _fits(self, stage: int, values: Iterable[Node], leaves: Iterable[str]) -> bool:
@@ -213,7 +209,7 @@ class Stages:
             stage = max((s for s in self._stages[name] if s <= made), default=-1)
             assert stage >= 0, (name, made, self._stages[name])
             for x in values:
-                self._back_to(x, stage) if x in self.region.gradients else self._forward_to(x, stage, x)
+                self._back_to(x, stage) if x in self.region.gradients else self._forward_to(x, stage)
             found[stage].append(node)
         return dict(sorted(found.items()))
 
@@ -263,7 +259,7 @@ class Stages:
                 "of the leaves of each stage."
             )
         for x in needs.values:
-            self._back_to(x, stage) if x in region.gradients else self._forward_to(x, stage, result)
+            self._back_to(x, stage) if x in region.gradients else self._forward_to(x, stage)
         return (stage,)
 
 
