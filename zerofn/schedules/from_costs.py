@@ -56,72 +56,73 @@ def best(
     >>> best(costs, microbatches=8).schedule.name
     'interleaved-zb'
     """
-    search = _Search(microbatches, limit)
+    search = Search(microbatches, limit)
     for placement, its in costs.items():
-        for name, row in NAMES.items():
-            if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks):
-                search.try_named(make(name, placement.ranks, microbatches, placement.chunks), its)
-    for placement, its in costs.items():
-        search.try_greedy(placement, its)
+        search.try_stages(placement, its)
     if search.found is None:
-        raise MemoryError("no schedule fits: " + "; ".join(_too_much(*x, limit) for x in costs.items()) + ".")
-    search.improve(costs, effort, random.Random(seed))
-    return simulate(search.found, costs[search.found.placement])
+        raise MemoryError("no schedule fits: " + "; ".join(too_much(*x, limit) for x in costs.items()) + ".")
+    rng = random.Random(seed)
+    while effort > 0:
+        effort -= search.try_change(rng, search.costs, moves=rng.choice((1, 1, 2, 3)))
+    return simulate(search.found, search.costs)
 
 
-class _Search:
-    """The fastest schedule so far, `found`; of equally fast ones that whose worst rank holds the fewest bytes."""
+class Search:
+    """The fastest schedule so far, `found`, with the `costs` that it is for; of equally fast ones that whose worst rank
+    holds the fewest bytes."""
 
     def __init__(self, microbatches: int, limit: Limit) -> None:
         self.found: Schedule | None = None
+        self.costs = Costs.even(1)  # until something is found
         self._seconds, self._bytes = inf, inf
+        self._pattern: Pattern = []
         self._microbatches, self._limit = microbatches, limit
 
-    def try_named(self, schedule: Schedule, costs: Costs) -> None:
-        """A schedule as it is, and with its W placed anew."""
+    def try_stages(self, placement: Placement, costs: Costs) -> None:
+        """Named schedules as they are, and with W placed anew; then those that ranks make by themselves."""
+        for name, row in NAMES.items():
+            if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks):
+                self._try_named(make(name, placement.ranks, self._microbatches, placement.chunks), costs)
+        for style in () if _short(placement, costs, self._limit) else STYLES:
+            ranks = self._ranks(placement, costs)
+            self._run(f"greedy {placement.style}", costs, ranks, by_costs(ranks, style))
+
+    def try_change(self, rng: random.Random, costs: Costs, moves: int) -> int:
+        """The best schedule with other costs, or with some of its F and I moved, if that is faster. Return how many
+        actions were simulated for it, or 50, as setting out takes as long."""
+        assert self.found is not None
+        order = [list(x) for x in self._pattern]
+        for _ in range(moves):
+            _move_one(order[rng.randrange(len(order))], rng)
+        name, placement = self.found.name, self.found.placement
+        ranks = self._ranks(placement, costs)
+        policy = in_order(ranks, order, rng.choice(PATIENCE))
+        self._run(name if name.endswith("improved") else f"{name}, improved", costs, ranks, policy, 1 - _SLACK)
+        return max(50, sum(map(len, ranks.orders)))
+
+    def _try_named(self, schedule: Schedule, costs: Costs) -> None:
         line = simulate(schedule, costs)
         limits = _limits(self._limit, schedule.placement)
         if all(peak <= most * (1 + _SLACK) for peak, most in zip(line.peak_bytes, limits, strict=True)):
-            self._offer(line.makespan, max(line.peak_bytes), lambda: schedule)
+            self._offer(line.makespan, max(line.peak_bytes), costs, lambda: schedule)
         for patience in PATIENCE:
             ranks = self._ranks(schedule.placement, costs)
-            self._run(f"{schedule.name}, filled", ranks, in_order(ranks, _pattern(schedule), patience))
-
-    def try_greedy(self, placement: Placement, costs: Costs) -> None:
-        """Schedules that ranks make by themselves."""
-        if _short(placement, costs, self._limit):
-            return
-        for style in STYLES:
-            ranks = self._ranks(placement, costs)
-            self._run(f"greedy {placement.style}", ranks, by_costs(ranks, style))
-
-    def improve(self, costs: Mapping[Placement, Costs], effort: int, rng: random.Random) -> None:
-        """Move some F and I of the best schedule by some places, and keep what makes it faster."""
-        base, pattern = None, Pattern()
-        while effort > 0 and self.found is not None:
-            if base is not self.found:
-                base, pattern = self.found, _pattern(self.found)
-            order = [list(x) for x in pattern]
-            for _ in range(rng.choice((1, 1, 2, 3))):
-                _move_one(order[rng.randrange(len(order))], rng)
-            name = base.name if base.name.endswith("improved") else f"{base.name}, improved"
-            ranks = self._ranks(base.placement, costs[base.placement])
-            self._run(name, ranks, in_order(ranks, order, rng.choice(PATIENCE)), 1 - _SLACK)
-            effort -= max(50, sum(map(len, ranks.orders)))
+            self._run(f"{schedule.name}, filled", costs, ranks, in_order(ranks, _pattern(schedule), patience))
 
     def _ranks(self, placement: Placement, costs: Costs) -> Ranks:
         return Ranks(placement, self._microbatches, costs, _limits(self._limit, placement))
 
-    def _run(self, name: str, ranks: Ranks, policy: Policy, within: float = 1 + _SLACK) -> None:
+    def _run(self, name: str, costs: Costs, ranks: Ranks, policy: Policy, within: float = 1 + _SLACK) -> None:
         """Let ranks do what they are told while they may be the fastest."""
         seconds = ranks.run(policy, self._seconds * within)
         if seconds is not None:
-            self._offer(seconds, max(ranks.peaks), lambda: _made(name, ranks))
+            self._offer(seconds, max(ranks.peaks), costs, lambda: _made(name, ranks))
 
-    def _offer(self, seconds: float, nbytes: float, made: Callable[[], Schedule]) -> None:
+    def _offer(self, seconds: float, nbytes: float, costs: Costs, made: Callable[[], Schedule]) -> None:
         faster = seconds < self._seconds * (1 - _SLACK)
         if faster or (seconds <= self._seconds * (1 + _SLACK) and nbytes < self._bytes):
-            self.found, self._seconds, self._bytes = made(), seconds, nbytes
+            self._seconds, self._bytes, self.costs, self.found = seconds, nbytes, costs, made()
+            self._pattern = _pattern(self.found)
 
 
 def _made(name: str, ranks: Ranks) -> Schedule:
@@ -154,6 +155,7 @@ def _short(placement: Placement, costs: Costs, limit: Limit) -> list[tuple[int, 
     return [(rank, need, most) for rank, (need, most) in enumerate(needed) if need > most * (1 + _SLACK)]
 
 
-def _too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
+def too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
+    """Why no schedule of a placement fits, for an error."""
     rank, need, most = max(_short(placement, costs, limit), key=lambda x: x[1] - x[2])
     return f"rank {rank} of {placement} holds {in_words(need)} with one microbatch, and its limit is {in_words(most)}"
