@@ -1,5 +1,6 @@
 """The same training of a small Hugging Face model, in float64: by plain torch, and on a mesh."""
 
+import re
 from functools import cache, partial
 
 import torch
@@ -9,9 +10,10 @@ import zerofn
 from benchmarks.mesh.float64_models import build, in_float64
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.geometry.cuts import on_stages
+from zerofn.geometry.cuts import Pipeline, on_stages
 from zerofn.moe import experts
 from zerofn.parallel import Slice, context, split_sequence, tensor
+from zerofn.schedules import make
 
 STEPS = 5
 GPT2 = {
@@ -60,13 +62,22 @@ def cuts_of(name, model, mesh, in_parts=False):
     return tensor(model, mesh, **made)
 
 
-def on_stages_of(model, mesh, cuts):
-    """Cuts with a stage for each leaf: in the order of their names; the first one's on the last stage, too."""
-    params, num, found = dict(model.named_parameters()), mesh.size("pipe"), {}
-    for k, (name, x) in enumerate(params.items()):
+def on_stages_of(model, mesh, cuts, schedule="1f1b", chunks=None):
+    """Cuts with a stage for each leaf: whole layers, as equally as can be, what comes before them with the first, what
+    comes behind with the last; an embedding that is tied to the head on both.
+    """
+    placement = make(schedule, mesh.size("pipe"), 1, chunks).placement
+    params, num, found, at = dict(model.named_parameters()), placement.num_stages, {}, 0
+    layer = lambda name: name[: m.end()] if (m := re.search(r"\.\d+\.", name)) else None  # noqa: E731
+    layers = list(dict.fromkeys(filter(None, map(layer, params))))
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    for name, x in params.items():
         own = [cuts[name]] if name in cuts else []
-        holders = (0, num - 1) if k == 0 else (k * num // len(params),)
-        found[name] = (*own, on_stages("pipe", 0, x.shape[0], holders, num))
+        at = layers.index(layer(name)) if layer(name) else at
+        stages = {at * num // len(layers)}
+        if tied and x is model.get_input_embeddings().weight:
+            stages.add(num - 1)
+        found[name] = (*own, on_stages(Pipeline(placement, schedule), 0, x.shape[0], stages))
     return found
 
 
@@ -110,6 +121,7 @@ def trained(
     compiles=None,
     in_parts=False,
     device="cpu",
+    pipe=None,
 ):
     """The losses, the parameters after all steps, and the number of elements that a rank holds."""
     with in_float64():
@@ -119,7 +131,7 @@ def trained(
         if "expert" in sizes:
             cuts |= experts(model, mesh)
         if "pipe" in sizes:
-            cuts = on_stages_of(model, mesh, cuts)
+            cuts = on_stages_of(model, mesh, cuts, **(pipe or {}))
         if "context" in sizes:
             context(model, mesh, method=method)
 

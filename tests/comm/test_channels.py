@@ -17,7 +17,9 @@ SHAPES = [(3,), (2, 5), (1 << 17,), ()]
 
 
 def value(source, number):
-    return torch.full(SHAPES[number % len(SHAPES)], 10.0 * source + number, dtype=torch.float64)
+    shape = SHAPES[number % len(SHAPES)]
+    found = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + 10.0 * source + number
+    return found.t().contiguous().t() if len(shape) == 2 else found
 
 
 def ring(num_messages, late):
@@ -34,7 +36,9 @@ def ring(num_messages, late):
                 tokens += [channels.send_start(x, peer, axis.group, "x") for peer in others]
                 for peer in before:
                     like = value(peer, number)
-                    out = channels.receive_start(like.shape, peer, axis.group, "x", dtype=x.dtype, device=x.device)
+                    out = channels.receive_start(
+                        like.shape, like.stride(), peer, axis.group, "x", dtype=x.dtype, device=x.device
+                    )
                     found[peer, number] = out
             for out in reversed(found.values()):
                 wait_(out)

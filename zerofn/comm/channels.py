@@ -8,6 +8,7 @@ token; what is sent may be overwritten once that was waited for. `wait` on what 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,24 +22,38 @@ from .transport import as_bytes, count_sent, group_for, is_gloo
 
 
 def send_start(x: Tensor, peer: int, group: str, edge: str) -> Tensor:
-    """Send `x` to the rank `peer` of a group; return a token to wait for. `edge`: the name of what is sent."""
-    x, token = x.contiguous(), torch.empty(1, dtype=torch.uint8)
+    """Send `x`, whose elements lie side by side in any order, to the rank `peer` of a group; return a token to wait for.
+    `edge`: the name of what is sent.
+    """
+    token = torch.empty(1, dtype=torch.uint8)
     count_sent(group, x.nbytes)
     return pending().start(token, _begun(x, peer, group, sends=True), (x,))
 
 
 def receive_start(
-    shape: Sequence[int], peer: int, group: str, edge: str, *, dtype: torch.dtype, device: torch.device
+    shape: Sequence[int],
+    stride: Sequence[int],
+    peer: int,
+    group: str,
+    edge: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
-    """Return the tensor, in row-major order, that will hold what the rank `peer` of a group sends next."""
-    out = torch.empty(list(shape), dtype=dtype, device=device)
+    """Return the tensor that will hold what the rank `peer` of a group sends next, in that one's order of elements."""
+    out = _empty(shape, stride, dtype=dtype, device=device)
     return pending().start(out, _begun(out, peer, group, sends=False), ())
+
+
+def _empty(shape: Sequence[int], stride: Sequence[int], **options: Any) -> Tensor:
+    return torch.empty_strided(list(shape), list(stride), **options)
 
 
 def _begun(x: Tensor, peer: int, group: str, *, sends: bool) -> Works:
     """Post one end of a message."""
+    x = x.as_strided((x.numel(),), (1,))
     if not is_gloo(group, x):
-        flat, pg = as_bytes(x.view(-1)), group_for(group, x)
+        flat, pg = as_bytes(x), group_for(group, x)
         work = dist.isend(flat, group=pg, group_dst=peer) if sends else dist.irecv(flat, group=pg, group_src=peer)
         return lambda: [work]
     pg = meetings().host_of(group_named(group))
@@ -54,9 +69,9 @@ define(
     traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: given["x"].nbytes), "send"),
 )
 define(
-    "receive(int[] shape, int peer, str group, str edge, *, ScalarType dtype, Device device) -> Tensor",
+    "receive(int[] shape, int[] stride, int peer, str group, str edge, *, ScalarType dtype, Device device) -> Tensor",
     receive_start,
-    lambda shape, peer, group, edge, *, dtype, device: torch.empty(list(shape), dtype=dtype, device=device),
+    lambda shape, stride, peer, group, edge, **options: _empty(shape, stride, **options),
     # It waits for the other rank, and takes that one's bytes.
     traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, out: out.nbytes), "receive"),
 )

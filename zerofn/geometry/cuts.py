@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..comm.axes import kind_of
+from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
+from ..schedules import Placement
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -73,15 +74,34 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
     )
 
 
-def on_stages(axis: str, dim: int, size: int, holders: Iterable[int], num: int) -> Cut:
-    """Return the cut of a leaf that lies whole on some of `num` ranks, and not on the others. `dim`: one of the leaf's,
-    of `size`; another cut of the same dim says what of it is whole.
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of a model, and the schedule by which they run if a step says no other."""
 
-    >>> on_stages("pipe", 0, 6, [1], 2).slices
-    ((), ((0, 6),))
+    placement: Placement
+    schedule: str
+
+
+@dataclass(frozen=True)
+class StageCut(Cut):
+    """A leaf that lies whole on some stages of a pipeline, and nowhere else. `dim`: one of the leaf's, of `size`; another
+    cut of the same dim says what of it is whole.
     """
-    there = frozenset(holders)
-    return Cut(axis, dim, size, tuple(((0, size),) if rank in there else () for rank in range(num)))
+
+    stages: tuple[int, ...] = ()
+    pipeline: Pipeline | None = None
+
+
+def on_stages(pipeline: Pipeline, dim: int, size: int, stages: Iterable[int], axis: str = PIPE) -> StageCut:
+    """Return the cut of a leaf that lies on these stages.
+
+    >>> on_stages(Pipeline(Placement("v", 2, 2), "zbv"), 0, 6, [3]).slices
+    (((0, 6),), ())
+    """
+    there = tuple(sorted(stages))
+    holders = {pipeline.placement.rank_of(stage) for stage in there}
+    slices = tuple(((0, size),) if rank in holders else () for rank in range(pipeline.placement.ranks))
+    return StageCut(axis, dim, size, slices, there, pipeline)
 
 
 def stage_cut(cuts: Iterable[Cut]) -> Cut | None:
@@ -92,7 +112,7 @@ def stage_cut(cuts: Iterable[Cut]) -> Cut | None:
 def stages_of(cuts: Iterable[Cut]) -> tuple[int, ...]:
     """Return the stages on which a leaf with these cuts lies; () for one that lies on all."""
     cut = stage_cut(cuts)
-    return cut.holders if cut else ()
+    return (cut.stages if isinstance(cut, StageCut) else cut.holders) if cut else ()
 
 
 def local_shape(shape: Sequence[int], cuts: Iterable[Cut], mesh: Mesh) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from .node_kinds import argument, is_gather, is_start, traits
 from .program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
+MESSAGES = ("send", "receive")  # kinds of transfers that two ranks know of
 
 
 def fingerprint(program: Program) -> str:
@@ -31,25 +32,39 @@ def between_slices(program: Program) -> str:
     return _transfers(program.gm, input_names(program), {}, frozenset(within))
 
 
-def _transfers(gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], without: frozenset[str]) -> str:
-    """Return the transfers of a graph, one line each, except those of the groups `without`.
+def between_stages(program: Program) -> str:
+    """Return the transfers between all stages of a pipeline. Messages between two of them follow from its schedule, and
+    all others are of the ranks of one stage.
+    """
+    assert program.mesh is not None
+    stages = program.mesh.stages.name
+    within = {group for group, axes in program.mesh.names_of_groups.items() if stages not in axes}
+    return _transfers(program.gm, input_names(program), {}, frozenset(within), messages=False)
+
+
+def _transfers(
+    gm: GraphModule, names: dict[Node, str], groups: dict[Any, int], without: frozenset[str], messages: bool = True
+) -> str:
+    """Return the transfers of a graph, one line each, except those of the groups `without`, and messages between two
+    ranks if these are not wanted.
 
     `groups` maps process groups to numbers in order of first use: a group's own name may differ from rank to rank.
     """
     lines = []
     for node in gm.graph.nodes:
         if is_start(node):
-            if argument(node, "group") not in without:
+            if argument(node, "group") not in without and (messages or traits(node).collective not in MESSAGES):
                 lines.append(_transfer(node, names, groups))
         elif call := call_of(node):
-            inside = _transfers(call.body, names_inside(call, names), groups, without)
-            lines.append(f"{call.rounds} times: {inside}")
+            inside = _transfers(call.body, names_inside(call, names), groups, without, messages)
+            lines += [f"{call.rounds} times: {inside}"] if inside or messages else []
     return "\n".join(lines)
 
 
 def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
     # What one rank sends to others has no elements there, and on another line of ranks it is another slice.
-    value: Any = None if traits(node).collective == "broadcast" else tensor_of(node.all_input_nodes[0])
+    of_input = traits(node).collective not in ("broadcast", "receive")
+    value: Any = tensor_of(node.all_input_nodes[0]) if of_input else None
     origin = names.get(input_behind(node), "") if is_gather(node) else ""
     assert isinstance(node.target, OpOverload)
     arguments = zip(schema_arguments(node.target), node.args, strict=False)

@@ -12,6 +12,7 @@ from ._pipeline import Pipeline
 from .assign_buffers import assign_buffers
 from .canonicalize import canonicalize
 from .copy_outputs import copy_outputs
+from .cut_stages import cut_stages
 from .donate import donate
 from .fold_split_master import fold_split_master
 from .functionalize import functionalize
@@ -67,10 +68,12 @@ _ALL = [
     Pass(share_masks, "body"),
     Pass(split_state_reads, "body"),
     Pass(sink_gathers, "body"),
+    Pass(sync_replicated_state, required=True),
     # decide what is saved for the backward pass, and when transfers start
     Pass(tile_logits, "body", carries_out=True),
     Pass(hoist_gathers, carries_out=True),
     Pass(recompute_activations, "body", carries_out=True),
+    Pass(cut_stages, carries_out=True),
     Pass(offload_activations, "body", carries_out=True),
     Pass(reshard, "body", carries_out=True),
     Pass(hide_sums, "body"),
@@ -82,7 +85,6 @@ _ALL = [
     Pass(fuse_norms, "body"),
     Pass(reinplace, "body"),
     # write the new state
-    Pass(sync_replicated_state, required=True),
     Pass(write_after_checks, required=True),
     Pass(donate, required=True),
     Pass(raise_updates),

@@ -20,9 +20,11 @@ from ._checked import apply_checked
 from ._context import Context, context_of
 from ._pass import Pass
 from .assign_buffers import MORE
+from .budget.by_stage import beside_stages, recomputed_stages, within_stages
 from .budget.decision import Choice, order_of
 from .budget.hoists import of_bodies
 from .budget.search import attempted, beside, graphs, recomputed, within
+from .cut_stages import cut_stages, pipelines
 from .hoist_gathers import hoist_gathers
 from .tile_logits import tile_logits
 
@@ -73,7 +75,14 @@ class Pipeline:
         def schedule(tried: Program) -> None:
             self._apply(tried, self._searched)
 
-        if remat is not None:
+        staged = any(each.fn is cut_stages for each in self.passes) and bool(pipelines(program))
+        if staged and remat is not None:
+            choices = recomputed_stages(program, remat, schedule)
+        elif staged and memory is not None:
+            choices = within_stages(program, memory, schedule, MORE)
+        elif staged:
+            choices = beside_stages(program, schedule)
+        elif remat is not None:
             choices = recomputed(program, remat, schedule)
         elif memory is not None:
             tiling = any(each.fn is tile_logits for each in self.passes)

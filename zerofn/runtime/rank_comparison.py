@@ -19,7 +19,7 @@ from ..capture.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..capture.capture import CaptureError
 from ..collectives import all_gather
 from ..comm.mesh import Axis, Mesh
-from ..graph.fingerprint import between_slices, fingerprint
+from ..graph.fingerprint import between_slices, between_stages, fingerprint
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..guards.torch_settings import settings_of_all
@@ -48,6 +48,8 @@ def agreed_inputs(program: Program, options: Options) -> str:
 
 def agreed_text(program: Program, inputs: str) -> str:
     """Return what must be the same on all ranks of a scheduled step. `inputs`: see `agreed_inputs`."""
+    if program.mesh is not None and program.mesh.stages.size > 1:
+        return "\n".join([inputs, between_stages(program)])
     return "\n".join([inputs, between_slices(program) if _slices(program) else fingerprint(program)])
 
 

@@ -39,14 +39,19 @@ def shared(
     names = ""
     if choices:
         names = names_of(graphs(program.gm))
-        texts = exchange(what, f"{names} {as_text(choices)}")
-        others, first = zip(*(text.split(" ", 1) for text in texts), strict=True)
-        # ranks may differ by a few bytes: all use the first rank's choices, if its names mean the same to all
-        choices = from_text(first[0]) if len(set(others)) == 1 else choices
+        texts = exchange(what, f"{names}{_stage(program)} {as_text(choices)}")
+        others, chosen = zip(*(text.split(" ", 1) for text in texts), strict=True)
+        # ranks may differ by a few bytes: all use the choices of the first one to which names mean the same
+        choices = from_text(chosen[others.index(f"{names}{_stage(program)}")])
     if order is None:
         return Decisions(choices, names)
     orders = exchange_on(what, lambda: json.dumps(order(choices)))
     return Decisions(choices, names, json.loads(orders[0]))
+
+
+def _stage(program: Program) -> str:
+    """Return the rank's place in a pipeline, each with decisions of its own."""
+    return "" if program.mesh is None or program.mesh.stages.size == 1 else f"/{program.mesh.stages.rank}"
 
 
 def orders_of(program: Program) -> list[list[int]]:

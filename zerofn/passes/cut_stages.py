@@ -1,0 +1,273 @@
+"""A loop over microbatches becomes a rank's part of a pipeline: what its stages compute, send and receive, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::receive)
+from ..comm.mesh import Axis
+from ..geometry.cuts import Pipeline, StageCut
+from ..graph.cut import Cut, Edge, Piece, cut
+from ..graph.edit import clean
+from ..graph.liveness import complete_values
+from ..graph.nested import Call, calls, insert_call, is_result, repeat
+from ..graph.phase import BACKWARD, FORWARD
+from ..graph.program import Program, ShardedInput
+from ..graph.region import Region, seams_of
+from ..graph.stages import _seams_of as seams_behind
+from ..schedules import Action, Compute, Message, Receive, Send, messages
+from ..schedules import Edge as Between
+from ..schedules import Schedule, make
+from ._context import Context
+
+ops, aten = torch.ops.zerofn, torch.ops.aten
+_PHASE = "phase"
+
+
+def cut_stages(program: Program, context: Context) -> None:
+    """Cut each loop whose body reads parameters of several stages, and run this rank's pieces in the order of a schedule.
+
+    Residuals, and what is received, are values of the step as others are. Sums over microbatches have the order of the
+    loop's, so their bits; what several stages add to the gradient of one parameter is added once, in the order of
+    stages. What the loop returns is on every rank afterwards.
+    """
+    found = _stages(program)
+    if found is None:
+        return
+    assert program.mesh is not None
+    pipeline, leaves = found
+    for node, call in pipelines(program):
+        schedule = make(pipeline.schedule, pipeline.placement.ranks, call.rounds, pipeline.placement.chunks)
+        _Pipelined(program.gm, node, call, program.mesh.stages, schedule, leaves).replace()
+    complete_values(program.gm.graph)
+    clean(program.gm)
+
+
+def pipelines(program: Program) -> list[tuple[Node, Call]]:
+    """Return the loops of a step that are cut, with what they run."""
+    if program.mesh is None or program.mesh.stages.size == 1:
+        return []
+    return [(node, call) for node, call in calls(program.gm) if node.target is repeat and is_cut(call.body)]
+
+
+def is_cut(body: GraphModule) -> bool:
+    """Return whether the body of a loop reads parameters that lie on stages."""
+    return any(x.target is ops.on_stage.default for x in body.graph.nodes)
+
+
+def _stages(program: Program) -> tuple[Pipeline, dict[str, tuple[int, ...]]] | None:
+    """Return the pipeline of a step's parameters, and the stages of each; None if they lie on none."""
+    leaves: dict[str, tuple[int, ...]] = {}
+    pipeline = None
+    for node in program.state.nodes:
+        for leaf in node.spec.layout.leaves if isinstance(node, ShardedInput) else ():
+            for each in leaf.cuts:
+                if isinstance(each, StageCut):
+                    pipeline, leaves[leaf.name] = each.pipeline, each.stages
+    return None if pipeline is None else (pipeline, leaves)
+
+
+class _Pipelined:
+    """Writes a rank's part of a pipeline in place of a loop."""
+
+    def __init__(
+        self,
+        gm: GraphModule,
+        node: Node,
+        call: Call,
+        axis: Axis,
+        schedule: Schedule,
+        leaves: dict[str, tuple[int, ...]],
+    ) -> None:
+        self._gm, self._node, self._call, self._axis, self._schedule = gm, node, call, axis, schedule
+        index = next(iter(call.body.graph.nodes))
+        rows = list(call.given)[: call.num_cut]
+        seams = seams_of(call.body, ops.on_stage.default, ops.to_stage.default, {index, *rows})
+        split = any(action.kind == "W" for order in schedule.orders for action in order)
+        mine = schedule.placement.stages_of(axis.rank)
+        self._region, self._leaves = Region(call.body, seams), leaves
+        self._cut: Cut = cut(self._region, leaves, schedule.num_stages, mine, split)
+        self._edges = {Between(e.source, e.target, e.kind, e.name): e for e in self._cut.edges}  # type: ignore[arg-type]
+        self._outer = {x.name: outer for x, outer in call.given.items()}
+        self._index, self._rows = index.name, {x.name for x in rows}
+        self._values: dict[tuple[int, int, str], Node] = {}  # (stage, microbatch, name) -> what a stage has
+        self._sent: dict[tuple[Edge, int], Node] = {}
+        self._sums: dict[tuple[int, int], Node] = {}  # (result of the body, stage) -> the sum so far
+        self._stacks: dict[tuple[int, int], list[Node]] = {}
+        self._received: dict[Message, Node] = {}
+        self._tokens: list[Node] = []
+
+    @property
+    def _graph(self) -> Graph:
+        return self._gm.graph
+
+    def replace(self) -> None:
+        """Write the actions, and what comes of them, before the loop's node, and erase that."""
+        for (stage, kind), piece in self._cut.pieces.items():
+            self._gm.add_submodule(_name(stage, kind), piece.graph)
+        with self._graph.inserting_before(self._node):
+            for step in messages(self._schedule, list(self._edges))[self._axis.rank]:
+                if isinstance(step, Compute):
+                    self._compute(step)
+                elif isinstance(step, Send):
+                    self._send(step.message)
+                elif isinstance(step, Receive):
+                    self._receive(step.message)
+            results = [self._result(k) for k in range(len(self._cut.homes))]
+            for token in self._tokens:
+                self._call_op(ops.wait.default, token)
+        for user in list(self._node.users):
+            assert is_result(user)
+            user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
+            self._graph.erase_node(user)
+        self._graph.erase_node(self._node)
+
+    # actions
+
+    def _compute(self, step: Compute) -> None:
+        for message in step.reads:
+            edge = self._edges[message.edge]
+            self._values[edge.target, message.microbatch, edge.name] = self._call_op(
+                ops.wait.default, self._received.pop(message)
+            )
+        for kind in self._kinds(step.action):
+            self._run(step.action.stage, kind, step.action.microbatch)
+
+    def _kinds(self, action: Action) -> list[str]:
+        """Return the pieces of an action. The first stage's backward pass is W, where others have I and W."""
+        wanted = ("B", "I", "W") if action.kind == "B" else (action.kind,)
+        return [kind for kind in wanted if (action.stage, kind) in self._cut.pieces]
+
+    def _run(self, stage: int, kind: str, k: int) -> None:
+        piece = self._cut.pieces[stage, kind]
+        inputs = [self._given(name, k) for name in piece.given]
+        inputs += [self._arrived(edge, k) for edge in piece.received]
+        inputs += [self._values[stage, k, name] for name in piece.taken]
+        outputs: Any = next(iter(reversed(piece.graph.graph.nodes))).args[0]
+        meta = {_PHASE: FORWARD if kind == "F" else BACKWARD}
+        made = insert_call(self._graph, _name(stage, kind), inputs, outputs, meta)
+        for x, source in zip(made, outputs, strict=True):
+            x.meta.update(meta, val=source.meta["val"])
+        self._values.update({(stage, k, name): made[i] for name, i in piece.kept.items()})
+        for edge, i in piece.sent.items():
+            self._sent[edge, k] = made[i]
+        for result, i in piece.results.items():
+            self._add(result, stage, made[i])
+
+    def _given(self, name: str, k: int) -> Node:
+        """Return an input of the body in round `k`."""
+        if name == self._index:
+            return self._call_op(aten.full.default, [], k, dtype=torch.int64)
+        outer = self._outer[name]
+        return self._call_op(aten.select.int, outer, 0, k) if name in self._rows else outer
+
+    def _arrived(self, edge: Edge, k: int) -> Node:
+        """Return what a stage received; of a stage of the same rank, what that one has."""
+        value = self._values.get((edge.target, k, edge.name)) or self._sent[edge, k]
+        return self._values.setdefault((edge.target, k, edge.name), value)
+
+    def _send(self, message: Message) -> None:
+        edge = self._edges[message.edge]
+        value = self._sent.pop((edge, message.microbatch))
+        name = f"{edge.name}.{message.microbatch}"
+        self._tokens.append(self._call_op(ops.send.default, value, message.target, self._axis.group, name))
+
+    def _receive(self, message: Message) -> None:
+        edge = self._edges[message.edge]
+        place = (message.source, self._axis.group, f"{edge.name}.{message.microbatch}")
+        options = {"dtype": edge.dtype, "device": self._device}
+        self._received[message] = self._call_op(
+            ops.receive.default, list(edge.shape), list(edge.stride), *place, **options
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        values = (x.meta.get("val") for x in self._call.body.graph.nodes)
+        return next(x.device for x in values if isinstance(x, torch.Tensor) and x.dim())
+
+    # results
+
+    def _add(self, result: int, stage: int, term: Node) -> None:
+        key = result, stage
+        if result >= self._call.num_sums:
+            self._stacks.setdefault(key, []).append(term)
+        elif key in self._sums:
+            self._sums[key] = self._call_op(aten.add.Tensor, self._sums[key], term)
+        else:
+            self._sums[key] = term
+
+    def _result(self, k: int) -> Node:
+        """Return the body's result `k`, summed or stacked, on every rank that has any of it."""
+        like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
+        own = {stage: self._total(k, stage) for stage in self._cut.homes[k] if rank_of(stage) == self._rank}
+        holders = {rank_of(stage) for name in self._summed(k) for stage in self._leaves[name]}
+        if len(holders) > 1:
+            return self._of_holders(k, sorted(holders), own)
+        if holders:
+            return self._sum(own.values()) if own else self._empty(like)
+        (home,) = self._cut.homes[k]
+        return self._from(rank_of(home), own.get(home), like)
+
+    def _summed(self, k: int) -> list[str]:
+        """Return the parameters whose gradients a result of the body consists of."""
+        result = self._region.results[k]
+        seams = seams_behind(result, self._region) if result in self._region.tail else []
+        return [self._region.seams.gradients[x] for x in seams]
+
+    @property
+    def _rank(self) -> int:
+        return self._axis.rank
+
+    def _total(self, k: int, stage: int) -> Node:
+        if k < self._call.num_sums:
+            return self._sums[k, stage]
+        return self._call_op(aten.stack.default, self._stacks[k, stage])
+
+    def _sum(self, terms: Any) -> Node:
+        first, *others = terms
+        for x in others:
+            first = self._call_op(aten.add.Tensor, first, x)
+        return first
+
+    def _from(self, rank: int, value: Node | None, like: torch.Tensor) -> Node:
+        """Return what one rank has, on all."""
+        x = self._empty(like) if value is None else value
+        place = ([rank], self._rank, self._axis.size, self._axis.group, "result")
+        return self._call_op(ops.wait.default, self._call_op(ops.on_stage.default, x, list(like.shape), *place))
+
+    def _of_holders(self, k: int, holders: Sequence[int], own: dict[int, Node]) -> Node:
+        """Return the sum of the terms of all stages, in their order, on the ranks that hold the parameters: they send
+        their terms to each other.
+        """
+        like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
+        if self._rank not in holders:
+            return self._empty(like)
+        others, group = [r for r in holders if r != self._rank], self._axis.group
+        for stage, term in own.items():
+            for peer in others:
+                self._tokens.append(self._call_op(ops.send.default, term, peer, group, f"sum {k} of {stage}"))
+        terms = []
+        for stage in self._cut.homes[k]:
+            if stage not in own:
+                place = (list(like.shape), list(like.stride()), rank_of(stage), group, f"sum {k} of {stage}")
+                start = self._call_op(ops.receive.default, *place, dtype=like.dtype, device=like.device)
+                terms.append(self._call_op(ops.wait.default, start))
+            else:
+                terms.append(own[stage])
+        return self._sum(terms)
+
+    def _empty(self, like: torch.Tensor) -> Node:
+        options = {"dtype": like.dtype, "device": like.device}
+        return self._call_op(aten.empty.memory_format, [0, *like.shape[1:]] if like.dim() else [0], **options)
+
+    def _call_op(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        made = self._graph.call_function(target, args, kwargs)
+        return made
+
+
+def _name(stage: int, kind: str) -> str:
+    return f"stage_{stage}_{kind}"
