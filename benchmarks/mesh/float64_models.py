@@ -55,6 +55,8 @@ VARIANTS = {  # the load-balance loss is right where zerofn.moe.experts has been
     "gemma3": lambda: transformers.Gemma3TextConfig(
         **SMALL, intermediate_size=36, head_dim=4, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
     ),
+    "llama, 4 layers": lambda: _with(CONFIGS["llama"](), num_hidden_layers=4),
+    "gpt2, 4 layers": lambda: _with(CONFIGS["gpt2"](), n_layer=4),
     "llama, tied": lambda: _with(CONFIGS["llama"](), tie_word_embeddings=True),
     "roberta": lambda: transformers.RobertaConfig(  # counts positions from its padding, tokens of which are in rows
         **{**CONFIGS["bert"]().to_dict(), "pad_token_id": 5, "is_decoder": True}

@@ -22,8 +22,8 @@ from .transport import as_bytes, count_sent, group_for, is_gloo
 
 
 def send_start(x: Tensor, peer: int, group: str, edge: str) -> Tensor:
-    """Send `x`, whose elements lie side by side in any order, to the rank `peer` of a group; return a token to wait for.
-    `edge`: the name of what is sent.
+    """Send `x`, whose elements lie side by side in any order, to the rank `peer` of a group; return a token to wait
+    for. `edge`: the name of what is sent.
     """
     token = torch.empty(1, dtype=torch.uint8)
     count_sent(group, x.nbytes)

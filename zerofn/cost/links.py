@@ -59,7 +59,7 @@ class Links:
     def of(self, node: Node) -> Link:
         """Return the link of a node that sends."""
         given = arguments(node)
-        size = given["size"] if "size" in given else len(given["sources"])
+        size = given["size"] if "size" in given else len(given["sources"]) if "sources" in given else 2
         key = given["group"], size
         if key not in self._known:
             self._known[key] = self._link(*key)

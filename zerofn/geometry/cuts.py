@@ -84,8 +84,8 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class StageCut(Cut):
-    """A leaf that lies whole on some stages of a pipeline, and nowhere else. `dim`: one of the leaf's, of `size`; another
-    cut of the same dim says what of it is whole.
+    """A leaf that lies whole on some stages of a pipeline, and nowhere else. `dim`: one of the leaf's, of `size`;
+    another cut of the same dim says what of it is whole.
     """
 
     stages: tuple[int, ...] = ()

@@ -246,7 +246,7 @@ class Stages:
         """Return the stages that have a term of a result of the body, or the one that has it."""
         region = self.region
         if result in region.tail:
-            seams = _seams_of(result, region)
+            seams = seams_behind(result, region)
             return tuple(sorted({s for seam in seams for s in self.terms[region.seams.gradients[seam]]}))
         needs = region.of(result)
         late = [self.at[x] for x in needs.values if x in region.gradients]
@@ -267,7 +267,7 @@ def _is_gradient_of_statistics(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and base_name(node.target).endswith("batch_norm_backward")
 
 
-def _seams_of(result: Node, region: Region) -> list[Node]:
+def seams_behind(result: Node, region: Region) -> list[Node]:
     """Return the gradients' seams that a result behind them is made of."""
     found: dict[Node, None] = {}
     todo = [result]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,17 +11,16 @@ from torch.fx import Graph, GraphModule, Node
 from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::receive)
 from ..comm.mesh import Axis
 from ..geometry.cuts import Pipeline, StageCut
-from ..graph.cut import Cut, Edge, Piece, cut
+from ..graph.cut import Cut, Edge, cut
 from ..graph.edit import clean
 from ..graph.liveness import complete_values
 from ..graph.nested import Call, calls, insert_call, is_result, repeat
 from ..graph.phase import BACKWARD, FORWARD
 from ..graph.program import Program, ShardedInput
 from ..graph.region import Region, seams_of
-from ..graph.stages import _seams_of as seams_behind
-from ..schedules import Action, Compute, Message, Receive, Send, messages
+from ..graph.stages import Stages, seams_behind
+from ..schedules import Action, Compute, Message, Receive, Schedule, Send, make, messages
 from ..schedules import Edge as Between
-from ..schedules import Schedule, make
 from ._context import Context
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
@@ -29,7 +28,8 @@ _PHASE = "phase"
 
 
 def cut_stages(program: Program, context: Context) -> None:
-    """Cut each loop whose body reads parameters of several stages, and run this rank's pieces in the order of a schedule.
+    """Cut each loop whose body reads parameters of several stages, and run this rank's pieces in the order of a
+    schedule.
 
     Residuals, and what is received, are values of the step as others are. Sums over microbatches have the order of the
     loop's, so their bits; what several stages add to the gradient of one parameter is added once, in the order of
@@ -42,7 +42,8 @@ def cut_stages(program: Program, context: Context) -> None:
     pipeline, leaves = found
     for node, call in pipelines(program):
         schedule = make(pipeline.schedule, pipeline.placement.ranks, call.rounds, pipeline.placement.chunks)
-        _Pipelined(program.gm, node, call, program.mesh.stages, schedule, leaves).replace()
+        region = _region(call)
+        _Pipelined(program.gm, node, call, program.mesh.stages, schedule, leaves, region).replace()
     complete_values(program.gm.graph)
     clean(program.gm)
 
@@ -52,6 +53,21 @@ def pipelines(program: Program) -> list[tuple[Node, Call]]:
     if program.mesh is None or program.mesh.stages.size == 1:
         return []
     return [(node, call) for node, call in calls(program.gm) if node.target is repeat and is_cut(call.body)]
+
+
+def crossing(program: Program, call: Call) -> set[Node]:
+    """Return the values of a loop's forward pass that are sent from stage to stage."""
+    found = _stages(program)
+    assert found is not None
+    pipeline, leaves = found
+    stages = Stages(_region(call), leaves, pipeline.placement.num_stages)
+    return {x.value for x in stages.crossings if not x.backward}
+
+
+def _region(call: Call) -> Region:
+    index, *_ = call.body.graph.nodes
+    rows = list(call.given)[: call.num_cut]
+    return Region(call.body, seams_of(call.body, ops.on_stage.default, ops.to_stage.default, {index, *rows}))
 
 
 def is_cut(body: GraphModule) -> bool:
@@ -82,14 +98,13 @@ class _Pipelined:
         axis: Axis,
         schedule: Schedule,
         leaves: dict[str, tuple[int, ...]],
+        region: Region,
     ) -> None:
         self._gm, self._node, self._call, self._axis, self._schedule = gm, node, call, axis, schedule
-        index = next(iter(call.body.graph.nodes))
-        rows = list(call.given)[: call.num_cut]
-        seams = seams_of(call.body, ops.on_stage.default, ops.to_stage.default, {index, *rows})
+        index, rows = next(iter(call.body.graph.nodes)), list(call.given)[: call.num_cut]
         split = any(action.kind == "W" for order in schedule.orders for action in order)
         mine = schedule.placement.stages_of(axis.rank)
-        self._region, self._leaves = Region(call.body, seams), leaves
+        self._region, self._leaves = region, leaves
         self._cut: Cut = cut(self._region, leaves, schedule.num_stages, mine, split)
         self._edges = {Between(e.source, e.target, e.kind, e.name): e for e in self._cut.edges}  # type: ignore[arg-type]
         self._outer = {x.name: outer for x, outer in call.given.items()}

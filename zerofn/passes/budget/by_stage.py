@@ -13,12 +13,12 @@ from torch.fx import GraphModule
 
 from ...graph.alias import positions
 from ...graph.liveness import moments
-from ...graph.nested import calls, repeat
+from ...graph.nested import Call
 from ...graph.program import Program
 from ...graph.resident import resident
 from ...graph.segments import Segments
 from .._context import context_of
-from ..cut_stages import is_cut
+from ..cut_stages import crossing, pipelines
 from .decision import Choice
 from .drops import activations
 from .hoists import of_bodies
@@ -29,8 +29,8 @@ def within_stages(program: Program, budget: int, schedule: Callable[[Program], N
     """Return decisions for each of a program's `graphs` that keep this rank's memory within `budget` bytes: with the
     share `room` of it left free if any schedule reaches that, else without.
 
-    Activations are recomputed, those first that free the most bytes in the least time, until the rest fits; then as many
-    units as fit stay gathered through all microbatches. Raises `OverBudget` if all of it together needs more.
+    Activations are recomputed, those first that free the most bytes in the least time, until the rest fits; then as
+    many units as fit stay gathered through all microbatches. Raises `OverBudget` if all of it together needs more.
     """
     search = _Search(program, schedule)
     for limit in (int(budget / (1 + room)), budget):
@@ -41,13 +41,13 @@ def within_stages(program: Program, budget: int, schedule: Callable[[Program], N
     raise OverBudget(
         least,
         f"{program.name} cannot be scheduled within {budget:,} bytes on this stage of the pipeline: the least that it "
-        f"takes is {least:,}. To take less, use more microbatches of fewer rows (zerofn.accumulate), stage 3, a schedule "
-        "with fewer microbatches in flight ('1f1b'), offloaded state, moments='8bit', or more ranks.",
+        f"takes is {least:,}. To take less, use more microbatches of fewer rows (zerofn.accumulate), stage 3, a "
+        "schedule with fewer microbatches in flight ('1f1b'), offloaded state, moments='8bit', or more ranks.",
     )
 
 
 def recomputed_stages(program: Program, how: str, schedule: Callable[[Program], None]) -> list[Choice]:
-    """Return decisions that recompute all activations ("full"), or the cheapest until those saved take half ("auto")."""
+    """Return decisions that recompute all activations ("full"), or the cheapest until memory is halfway to that."""
     search = _Search(program, schedule)
     if how == "full":
         return search.choices(search.num_drops, 0)
@@ -63,30 +63,37 @@ def beside_stages(program: Program, schedule: Callable[[Program], None]) -> list
 
 
 class _Search:
-    """Schedules of one program in which the first of `drops` are recomputed, and the first of `hoists` stay gathered."""
+    """Schedules of one program in which some activations, the first in order, are recomputed, and some units, the
+    smallest, stay gathered.
+    """
 
     def __init__(self, program: Program, schedule: Callable[[Program], None]) -> None:
         self._program, self._schedule = program, schedule
         self._graphs = graphs(program.gm)
-        bodies = [call.body for node, call in calls(program.gm) if node.target is repeat and is_cut(call.body)]
-        drops = sorted((x for gm in bodies for x in self._drops(gm)), key=lambda x: x[2])
-        self._drops_in_order = [(gm, name) for gm, name, _ in drops]
+        loops = [call for _, call in pipelines(program)]
+        bodies = [call.body for call in loops]
+        drops = sorted((x for call in loops for x in self._droppable(call)), key=lambda x: x[2])
+        self._drops = [(gm, name) for gm, name, _ in drops]
         found = of_bodies(program.gm)
         self._hoists = [(gm, start.name) for gm in bodies for start in found.get(gm, ())]
 
-    def _drops(self, gm: GraphModule) -> Iterator[tuple[GraphModule, str, float]]:
-        lanes = context_of(self._program).lanes()
-        for drop in activations(lanes, Segments(gm.graph), positions(gm.graph)):
-            yield gm, drop.of, drop.seconds / drop.nbytes  # type: ignore[misc]
+    def _droppable(self, call: Call) -> Iterator[tuple[GraphModule, str, float]]:
+        """Yield what may be recomputed, with seconds for a byte. What a stage receives is there already."""
+        gm, lanes = call.body, context_of(self._program).lanes()
+        segments = Segments(gm.graph)
+        stays = {segments.memory(x).name for x in crossing(self._program, call)}
+        for drop in activations(lanes, segments, positions(gm.graph)):
+            if drop.of not in stays:
+                yield gm, drop.of, drop.seconds / drop.nbytes
 
     @property
     def num_drops(self) -> int:
         """How many activations may be recomputed."""
-        return len(self._drops_in_order)
+        return len(self._drops)
 
     def choices(self, dropped: int, hoisted: int) -> list[Choice]:
         """Return the decisions with so many drops and hoists."""
-        drops, hoists = self._drops_in_order[:dropped], self._hoists[:hoisted]
+        drops, hoists = self._drops[:dropped], self._hoists[:hoisted]
         return [
             Choice(
                 dropped=frozenset(name for of, name in drops if of is gm),
