@@ -14,6 +14,7 @@ from ..cost.simulator import usual_for
 from ..graph.alias import check_results
 from ..graph.edit import copied
 from ..graph.nested import calls
+from ..graph.pipelines import pipelines
 from ..graph.program import Program
 from ..util.patches import uncollected
 from ._checked import apply_checked
@@ -24,7 +25,7 @@ from .budget.by_stage import beside_stages, recomputed_stages, within_stages
 from .budget.decision import Choice, order_of
 from .budget.hoists import of_bodies
 from .budget.search import attempted, beside, graphs, recomputed, within
-from .cut_stages import cut_stages, pipelines
+from .cut_stages import cut_stages
 from .hoist_gathers import hoist_gathers
 from .tile_logits import tile_logits
 

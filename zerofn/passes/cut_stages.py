@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::receive)
-from ..comm.mesh import Axis
-from ..geometry.cuts import Pipeline, StageCut
-from ..graph.cut import Cut, Edge, cut
+from ..graph.cut import Edge, cut
 from ..graph.edit import clean
 from ..graph.liveness import complete_values
-from ..graph.nested import Call, calls, insert_call, is_result, repeat
+from ..graph.nested import insert_call, is_result
 from ..graph.phase import BACKWARD, FORWARD
-from ..graph.program import Program, ShardedInput
-from ..graph.region import Region, seams_of
-from ..graph.stages import Stages, seams_behind
-from ..schedules import Action, Compute, Message, Receive, Schedule, Send, make, messages
+from ..graph.pipelines import Loop, pipelines
+from ..graph.program import Program
+from ..graph.stages import seams_behind
+from ..schedules import Action, Compute, Message, Receive, Send, make, messages
 from ..schedules import Edge as Between
 from ._context import Context
 
@@ -35,80 +33,28 @@ def cut_stages(program: Program, context: Context) -> None:
     loop's, so their bits; what several stages add to the gradient of one parameter is added once, in the order of
     stages. What the loop returns is on every rank afterwards.
     """
-    found = _stages(program)
-    if found is None:
-        return
-    assert program.mesh is not None
-    pipeline, leaves = found
-    for node, call in pipelines(program):
-        schedule = make(pipeline.schedule, pipeline.placement.ranks, call.rounds, pipeline.placement.chunks)
-        region = _region(call)
-        _Pipelined(program.gm, node, call, program.mesh.stages, schedule, leaves, region).replace()
+    for loop in pipelines(program):
+        _Pipelined(program, loop).replace()
     complete_values(program.gm.graph)
     clean(program.gm)
-
-
-def pipelines(program: Program) -> list[tuple[Node, Call]]:
-    """Return the loops of a step that are cut, with what they run."""
-    if program.mesh is None or program.mesh.stages.size == 1:
-        return []
-    return [(node, call) for node, call in calls(program.gm) if node.target is repeat and is_cut(call.body)]
-
-
-def crossing(program: Program, call: Call) -> set[Node]:
-    """Return the values of a loop's forward pass that are sent from stage to stage."""
-    found = _stages(program)
-    assert found is not None
-    pipeline, leaves = found
-    stages = Stages(_region(call), leaves, pipeline.placement.num_stages)
-    return {x.value for x in stages.crossings if not x.backward}
-
-
-def _region(call: Call) -> Region:
-    index, *_ = call.body.graph.nodes
-    rows = list(call.given)[: call.num_cut]
-    return Region(call.body, seams_of(call.body, ops.on_stage.default, ops.to_stage.default, {index, *rows}))
-
-
-def is_cut(body: GraphModule) -> bool:
-    """Return whether the body of a loop reads parameters that lie on stages."""
-    return any(x.target is ops.on_stage.default for x in body.graph.nodes)
-
-
-def _stages(program: Program) -> tuple[Pipeline, dict[str, tuple[int, ...]]] | None:
-    """Return the pipeline of a step's parameters, and the stages of each; None if they lie on none."""
-    leaves: dict[str, tuple[int, ...]] = {}
-    pipeline = None
-    for node in program.state.nodes:
-        for leaf in node.spec.layout.leaves if isinstance(node, ShardedInput) else ():
-            for each in leaf.cuts:
-                if isinstance(each, StageCut):
-                    pipeline, leaves[leaf.name] = each.pipeline, each.stages
-    return None if pipeline is None else (pipeline, leaves)
 
 
 class _Pipelined:
     """Writes a rank's part of a pipeline in place of a loop."""
 
-    def __init__(
-        self,
-        gm: GraphModule,
-        node: Node,
-        call: Call,
-        axis: Axis,
-        schedule: Schedule,
-        leaves: dict[str, tuple[int, ...]],
-        region: Region,
-    ) -> None:
-        self._gm, self._node, self._call, self._axis, self._schedule = gm, node, call, axis, schedule
-        index, rows = next(iter(call.body.graph.nodes)), list(call.given)[: call.num_cut]
-        split = any(action.kind == "W" for order in schedule.orders for action in order)
-        mine = schedule.placement.stages_of(axis.rank)
-        self._region, self._leaves = region, leaves
-        self._cut: Cut = cut(self._region, leaves, schedule.num_stages, mine, split)
+    def __init__(self, program: Program, loop: Loop) -> None:
+        assert program.mesh is not None
+        self._gm, self._node, self._call = program.gm, loop.node, loop.call
+        self._axis, self._leaves, self._region = program.mesh.stages, loop.leaves, loop.region()
+        placement = loop.pipeline.placement
+        self._schedule = make(loop.pipeline.schedule, placement.ranks, loop.call.rounds, placement.chunks)
+        split = any(action.kind == "W" for order in self._schedule.orders for action in order)
+        mine = placement.stages_of(self._axis.rank)
+        self._cut = cut(self._region, loop.leaves, placement.num_stages, mine, split)
         self._edges = {Between(e.source, e.target, e.kind, e.name): e for e in self._cut.edges}  # type: ignore[arg-type]
-        self._outer = {x.name: outer for x, outer in call.given.items()}
-        self._index, self._rows = index.name, {x.name for x in rows}
+        self._outer = {x.name: outer for x, outer in loop.call.given.items()}
+        self._index = next(iter(loop.call.body.graph.nodes)).name
+        self._rows = {x.name for x in list(loop.call.given)[: loop.call.num_cut]}
         self._values: dict[tuple[int, int, str], Node] = {}  # (stage, microbatch, name) -> what a stage has
         self._sent: dict[tuple[Edge, int], Node] = {}
         self._sums: dict[tuple[int, int], Node] = {}  # (result of the body, stage) -> the sum so far

@@ -13,12 +13,11 @@ from torch.fx import GraphModule
 
 from ...graph.alias import positions
 from ...graph.liveness import moments
-from ...graph.nested import Call
+from ...graph.pipelines import Loop, pipelines
 from ...graph.program import Program
 from ...graph.resident import resident
 from ...graph.segments import Segments
 from .._context import context_of
-from ..cut_stages import crossing, pipelines
 from .decision import Choice
 from .drops import activations
 from .hoists import of_bodies
@@ -70,18 +69,18 @@ class _Search:
     def __init__(self, program: Program, schedule: Callable[[Program], None]) -> None:
         self._program, self._schedule = program, schedule
         self._graphs = graphs(program.gm)
-        loops = [call for _, call in pipelines(program)]
-        bodies = [call.body for call in loops]
-        drops = sorted((x for call in loops for x in self._droppable(call)), key=lambda x: x[2])
+        loops = pipelines(program)
+        bodies = [loop.call.body for loop in loops]
+        drops = sorted((x for loop in loops for x in self._droppable(loop)), key=lambda x: x[2])
         self._drops = [(gm, name) for gm, name, _ in drops]
         found = of_bodies(program.gm)
         self._hoists = [(gm, start.name) for gm in bodies for start in found.get(gm, ())]
 
-    def _droppable(self, call: Call) -> Iterator[tuple[GraphModule, str, float]]:
+    def _droppable(self, loop: Loop) -> Iterator[tuple[GraphModule, str, float]]:
         """Yield what may be recomputed, with seconds for a byte. What a stage receives is there already."""
-        gm, lanes = call.body, context_of(self._program).lanes()
+        gm, lanes = loop.call.body, context_of(self._program).lanes()
         segments = Segments(gm.graph)
-        stays = {segments.memory(x).name for x in crossing(self._program, call)}
+        stays = {segments.memory(x).name for x in loop.received()}
         for drop in activations(lanes, segments, positions(gm.graph)):
             if drop.of not in stays:
                 yield gm, drop.of, drop.seconds / drop.nbytes
