@@ -109,7 +109,7 @@ def before(name: str, *mine: Pass) -> Edit:
     Raises `ValueError` for another name.
 
     >>> edit = before("donate", Pass(lambda program: None, name="mine"))
-    >>> [x.name for x in edit(standard())][20:22]
+    >>> [x.name for x in edit(standard())][21:23]
     ['write_after_checks', 'mine']
     """
     return _placed(name, mine, 0)
