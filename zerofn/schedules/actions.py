@@ -27,7 +27,8 @@ class Action(NamedTuple):
     """One computation of one microbatch on one stage.
 
     `kind`: "F" is the forward pass, "B" the whole backward pass. In place of "B" come "I", the gradient of the stage's
-    input, and later "W", the gradients of its weights. Stage 0 has no input that needs a gradient, so it has "B" alone.
+    input, and later "W", the gradients of its weights. Stage 0 has no input that needs a gradient: its backward pass is
+    one "B" in every schedule, also in those that split the others.
 
     >>> str(Action(2, "F", 0)), Action.parse("1I3")
     ('2F0', Action(stage=1, kind='I', microbatch=3))

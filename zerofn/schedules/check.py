@@ -22,7 +22,7 @@ def check(schedule: Schedule) -> None:
     Traceback (most recent call last):
     ValueError: schedule 'csv': stage 0 has no B of microbatch 1; add 0B1 to rank 0.
     """
-    for problem in _problems(schedule):
+    for problem in _problems(schedule):  # of which the first is told
         raise ValueError(f"schedule {schedule.name!r}: {problem}")
 
 
