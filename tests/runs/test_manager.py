@@ -18,15 +18,17 @@ from zerofn.util.process import instead
 
 
 class Counter:
-    """A loader without end: batches by number. `own`: each rank counts from another number."""
+    """A loader without end: batches by number. `own`: each rank counts from another number. `same`: all ranks have
+    the same rows."""
 
-    def __init__(self, own=False):
+    def __init__(self, own=False, same=False):
+        self.same = same
         self.at = 100 * dist.get_rank() if own and dist.is_initialized() else 0
 
     def __iter__(self):
         while True:
             self.at += 1
-            yield batch_of(rank_now(), seed=self.at)
+            yield batch_of(0 if self.same else rank_now(), seed=self.at)
 
     def state_dict(self):
         return {"at": self.at, "buffer": (b"\0", torch.arange(3))}

@@ -7,6 +7,7 @@ others, which are in shards there, are written as two trees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -72,7 +73,9 @@ class OwnTree:
         for experts, members in sorted(groups.items()):
             axis, slices = spec.axis_of(sharded.layout.units[members[0]]), spec.slices_of(experts)
             pairs = [(leaf, each) for leaf, each in zip(leaves, cuts, strict=True) if leaf.unit in members]
-            kept, own = members, [leaf for leaf, each in pairs if counts(each, slices)]
+            # A slice without elements, as of a leaf that lies on another stage, is left out; an empty leaf is not.
+            own = [x for x, each in pairs if counts(each, slices) and (x.numel or not math.prod(x.shape))]
+            kept = members
             if packed := bool(spec.mesh.slices):
                 kept = sorted({leaf.unit for leaf in own})
             numbered = tuple(replace(leaf, unit=kept.index(leaf.unit)) for leaf in own)

@@ -42,7 +42,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         if known != with_numbers:
             shared = " and ".join(map(repr, mesh.same_batch.names))
             raise RuntimeError(
-                f"{name}: ranks {before} and {rank} have slices of the same layers, and different batches. Along "
+                f"{name}: ranks {before} and {rank} work on the same rows, and have different batches. Along "
                 f"{shared} ranks need the same rows: take those number mesh.rows.rank of mesh.rows.size."
             )
         before, part = of_rows.setdefault((rows, found), (rank, place))

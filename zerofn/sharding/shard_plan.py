@@ -238,14 +238,15 @@ def description(partition: Partition, parts: list[ShardedPart | ReplicatedPart])
     again = f", and over {partition.again.name}" if partition.again else ""
     precision = next(x.spec.precision for x in parts if isinstance(x, ShardedPart) and x.is_params)
     taken = precision.fp8.names if precision.fp8 else frozenset()
-    lines = [f"stage {partition.stage}{again}, {precision}"]
+    # Of a unit that lies on another stage a rank has nothing to keep: where units are kept is said once for all.
+    lines = [f"stage {partition.stage}{again}, {precision}, {replace(partition.tier, path=None)}"]
     for part in parts:
         if isinstance(part, ReplicatedPart):
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
                 f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, "
-                f"kept {storage.described}{', in float8' * (leaf.name in taken)}"
+                f"kept {replace(storage, placement=None).described}{', in float8' * (leaf.name in taken)}"
                 for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]
