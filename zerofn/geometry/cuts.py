@@ -14,8 +14,10 @@ from torch import Tensor
 
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
-from ..schedules import Placement
+from ..schedules import Costs, Placement, Schedule, make
+from ..schedules.from_costs import best
 
+AUTO = "auto"
 Intervals = tuple[tuple[int, int], ...]
 
 
@@ -76,10 +78,20 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a model, and the schedule by which they run if a step says no other."""
+    """The stages of a model, and the schedule by which they run if a step says no other: a name, or "auto" for the
+    fastest that is found for the `costs` of the stages.
+    """
 
     placement: Placement
     schedule: str
+    costs: Costs | None = None
+
+    def of(self, microbatches: int) -> Schedule:
+        """Return the schedule for so many microbatches."""
+        if self.schedule == AUTO:
+            assert self.costs is not None
+            return best({self.placement: self.costs}, microbatches).schedule
+        return make(self.schedule, self.placement.ranks, microbatches, self.placement.chunks)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,13 @@ maps between them.
 from .attention import attention
 from .context import context
 from .cross_entropy import cross_entropy
+from .pipe import pipe
 from .plan import Slice
 from .sequence import split_sequence
 from .tensor_parallel import tensor
 from .tiled_loss import tiled_loss
 
-__all__ = ["Slice", "attention", "context", "cross_entropy", "split_sequence", "tensor", "tiled_loss"]
+__all__ = ["Slice", "attention", "context", "cross_entropy", "pipe", "split_sequence", "tensor", "tiled_loss"]
 
 
 def __dir__() -> list[str]:

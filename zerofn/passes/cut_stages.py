@@ -17,7 +17,7 @@ from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
 from ..graph.stages import seams_behind
-from ..schedules import Action, Compute, Message, Receive, Send, make, messages
+from ..schedules import Action, Compute, Message, Receive, Send, messages
 from ..schedules import Edge as Between
 from ._context import Context
 
@@ -46,8 +46,7 @@ class _Pipelined:
         assert program.mesh is not None
         self._gm, self._node, self._call = program.gm, loop.node, loop.call
         self._axis, self._leaves, self._region = program.mesh.stages, loop.leaves, loop.region()
-        placement = loop.pipeline.placement
-        self._schedule = make(loop.pipeline.schedule, placement.ranks, loop.call.rounds, placement.chunks)
+        placement, self._schedule = loop.pipeline.placement, loop.pipeline.of(loop.call.rounds)
         split = any(action.kind == "W" for order in self._schedule.orders for action in order)
         mine = placement.stages_of(self._axis.rank)
         self._cut = cut(self._region, loop.leaves, placement.num_stages, mine, split)
