@@ -35,7 +35,7 @@ PUBLIC = {
     moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux "
     "Routing",
     passes: "after before standard Context Pass PassError",
-    parallel: "attention context cross_entropy split_sequence tensor tiled_loss Slice",
+    parallel: "attention context cross_entropy pipe split_sequence tensor tiled_loss Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)

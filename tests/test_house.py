@@ -78,6 +78,7 @@ KNOW_DRY_RUNS = {
     "zerofn.comm.mesh": "makes the mesh that is planned for",
     "zerofn.compile": "stops a script at its step",
     "zerofn.sharding.shard": "lays a state out without memory for it",
+    "zerofn.parallel.model_parts": "captures a microbatch of no rank",
     "zerofn.planning.plan": "makes the machine that is not there",
     "zerofn.planning.planner": "asks for how many ranks to plan",
     "zerofn.planning.plan_variants": "makes the machine that is not there",

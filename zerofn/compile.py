@@ -73,6 +73,7 @@ def compile(
     deterministic: bool = False,
     broadcast_buffers: bool = False,
     watch: Sequence[Any] = (),
+    schedule: str | None = None,
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
@@ -84,10 +85,10 @@ def compile(
     over ranks if it is floating-point; with `broadcast_buffers` it is rank 0's, of any dtype, as under DDP. A value of
     a rank's own may change a shard once it is reduced or declared equal (`zerofn.same`). Eagerly, ranks do not meet.
 
-    `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB". It includes the state,
-    but not the workspace that operations allocate while they run. To stay below it, ZeroFn drops gathered units and
-    gathers them again, recomputes or offloads activations, tiles logits; on hosts bits are the same. torch's CUDA
-    allocator is held to it, too, with an eighth (at least 1 GiB) for workspace, until a step without `memory` runs.
+    `memory`: bytes of the device that a step may take on a rank, or a text such as "24GiB": its state and values, not
+    the workspace of operations. To stay below it, ZeroFn drops gathered units and gathers them again, recomputes or
+    offloads activations, tiles logits; on hosts bits are the same. torch's CUDA allocator is held to it, too, with an
+    eighth (at least 1 GiB) for workspace, until a step without `memory` runs.
     `remat`: "full" recomputes every activation that does not cross from one unit's part of the model to the next;
     "auto" the cheapest ones, until those saved take half of the memory. `machine`: the cost model that schedules
     transfers and says what is cheap to recompute; give what `zerofn.plan` was given. None is typical.
@@ -95,12 +96,11 @@ def compile(
     `backend`: "eager" runs operation by operation; "inductor" compiles what lies between products and transfers, equal
     to rounding and alike at all stages; "auto" does so once that pays; "graphs": see docs/fast.md. An instance with
     `bind(program) -> Runner` runs the graph its own way. `passes`: of your own, `[zerofn.Pass(mine)]`, which run before
-    "donate"; or a function from the list of all to the list to run (`zerofn.passes.before`). Each added pass is
-    checked: the graph that it leaves must be sound, take and return what it did, and be pure.
+    "donate"; or a function from the list of all to the list to run (`zerofn.passes.before`). Each added one is checked.
 
-    `watch`: what the step depends on beyond what ZeroFn reads by itself (`docs/sharp_bits.md`): objects, with all that
-    they hold, and functions without arguments, whose results are compared at every call. `deterministic`: on devices,
-    as on the host, sum in rank order and take kernels that repeat their results; without one: `RuntimeError`.
+    `watch`: what the step depends on beyond what ZeroFn reads by itself (`docs/sharp_bits.md`): objects, and functions
+    without arguments, whose results are compared at every call. `deterministic`: on devices, as on the host, sum in
+    rank order and take kernels that repeat their results, or raise. `schedule`: of a pipeline; None: that of its cuts.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -113,11 +113,11 @@ def compile(
     tensor([0.8412, 0.8412])
 
     Raises at the first call, on every rank: `CaptureError` for a step that is no pure function, `MemoryError` if
-    `memory` is below what the least schedule takes, and `passes.PassError`, which names the pass, if an added pass
-    leaves a graph that is not sound. At once: `ValueError` for unknown or contradicting options.
+    `memory` is below what the least schedule takes, and `passes.PassError` if an added pass leaves a graph that is not
+    sound, pure and of the same inputs and results. At once: `ValueError` for unknown or contradicting options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
-    given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch)
+    given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch, schedule)
     return CompiledStep(train_step, Options(donate, budget, remat, where, *given).checked())
 
 
@@ -325,7 +325,7 @@ class CompiledStep:
         with arithmetic(self._options.deterministic, tree.leaves(state, is_leaf=is_sharded)):
             program, constants = captured(self._step, state, batch)
         program.name, program.broadcasts = self.__name__, self._options.broadcast_buffers
-        numbered = NumberedStep(program, None if self._captures else state)
+        program.schedule, numbered = self._options.schedule, NumberedStep(program, None if self._captures else state)
         program.timings["capture"] = time.perf_counter() - began
         if any(x.device.type == "cpu" and x.dim() for x in map(tensor_of, program.placeholders) if x is not None):
             keep_freed_memory()

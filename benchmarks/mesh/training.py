@@ -122,15 +122,18 @@ def trained(
     in_parts=False,
     device="cpu",
     pipe=None,
+    chosen=None,
 ):
-    """The losses, the parameters after all steps, and the number of elements that a rank holds."""
+    """The losses, the parameters after all steps, and the number of elements that a rank holds. `pipe`: how stages are
+    dealt out by `on_stages_of`; `chosen`: what `zerofn.parallel.pipe` is told, which chooses them instead.
+    """
     with in_float64():
         mesh = Mesh.make(**sizes)
         model = zerofn.skeleton(partial(build, name), device=device)
         cuts = cuts_of(name, model, mesh, in_parts) if mesh.size("tensor") > 1 else {}
         if "expert" in sizes:
             cuts |= experts(model, mesh)
-        if "pipe" in sizes:
+        if "pipe" in sizes and chosen is None:
             cuts = on_stages_of(model, mesh, cuts, **(pipe or {}))
         if "context" in sizes:
             context(model, mesh, method=method)
@@ -156,6 +159,9 @@ def trained(
             logits = functional_call(model, params, (), inputs).logits
             total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
             return mesh.size("context") * total / batch["items_per_row"].sum()
+
+        if chosen is not None:
+            cuts = zerofn.parallel.pipe(model, mesh, loss_fn, batches(device)[0], cuts=cuts, **chosen)
 
         def train_step(state, batch):
             loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)

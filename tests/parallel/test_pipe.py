@@ -1,11 +1,16 @@
-"""Leaves on stages of a pipeline: steps that are not cut are those of plain torch in float64."""
+"""Leaves on stages of a pipeline: which ones, and that steps are those of plain torch in float64, cut or not."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch.func import functional_call
 
-from benchmarks.mesh.training import assert_same_training, plain, trained
+import zerofn
+from benchmarks.mesh.float64_models import build, in_float64
+from benchmarks.mesh.training import assert_same_training, batches, plain, trained
+from zerofn.comm.mesh import Mesh
+from zerofn.parallel import pipe
 
 CASES = [
     ("llama", {"pipe": 2}, 3, {"num_microbatches": 3}),
@@ -22,8 +27,13 @@ CASES = [
 ]
 
 
+def uncut(known):
+    return [x for x in known if x.name != "cut_stages"]
+
+
 @pytest.mark.parametrize(("name", "sizes", "stage", "options"), CASES, ids=str)
 def test_models_are_those_of_plain_torch(ranks, name, sizes, stage, options):
+    options = {"compiles": {"passes": uncut}, **options}
     found = ranks(torch.tensor(list(sizes.values())).prod().item(), partial(trained, **options), name, sizes, stage)
     assert_same_training(found, plain(name))
 
@@ -38,3 +48,86 @@ def test_eager_steps_have_the_bits_of_captured_ones(ranks):
 
 def trained_alone():
     return trained("llama", {"data": 1}, 3)[2]
+
+
+def cuts_of(name, num_ranks, **options):
+    """The cuts of a model, and its own parameters' names."""
+    with in_float64():
+        model = zerofn.skeleton(partial(build, name))
+        mesh = Mesh.planned({"pipe": num_ranks})
+        loss_fn = lambda params, batch: functional_call(model, params, (), batch).loss  # noqa: E731
+        return pipe(model, mesh, loss_fn, batches()[0], **options)
+
+
+def stages(cuts, of):
+    return {name: cut.stages for name, (*_, cut) in cuts.items() if of in name and len(cut.stages) > 1}
+
+
+def test_parts_are_spread_in_the_order_of_their_use():
+    cuts = cuts_of("llama, 4 layers", 3, schedule="1f1b")
+    parts = [part for row in cuts.stages for part in row.parts]
+    assert parts == ["model.embed_tokens", *(f"model.layers.{k}" for k in range(4)), "model.norm"]
+    assert stages(cuts, "") == {}
+    assert [row.rank for row in cuts.stages] == [0, 1, 2]
+    assert {row.sent for row in cuts.stages[:-1]} == {12 * 24 * 24 * 8} == {row.returned for row in cuts.stages[1:]}
+    work = [row.f + row.i + row.w for row in cuts.stages]
+    assert max(work) <= 2 * min(work)  # of four blocks, two are on one rank
+    assert "model.layers.3" in repr(cuts) and "a line of 3 ranks, schedule '1f1b'" in repr(cuts)
+
+
+def test_parameters_that_several_stages_read_lie_on_each():
+    found = cuts_of("t5", 2, schedule="interleaved")
+    shared = {"shared.weight", *(f"{x}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for x in CODERS)}
+    assert set(stages(found, "")) == shared
+    assert set(stages(cuts_of("gpt2", 2, schedule="1f1b"), "")) == {"transformer.wte.weight"}
+
+
+CODERS = ("encoder", "decoder")
+
+
+def test_stages_may_be_named():
+    cuts = cuts_of("llama", 2, schedule="1f1b", stages=["model.layers.1.mlp"])
+    assert cuts["model.layers.1.self_attn.o_proj.weight"][0].stages == (0,)
+    assert cuts["model.layers.1.mlp.down_proj.weight"][0].stages == (1,)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "sentence"),
+    [
+        (8, {"schedule": "1f1b"}, r"pipe=8: the model has 4 parts that may begin a stage \(model.embed_tokens \.\.\. "),
+        (3, {"schedule": "zbv"}, "pipe=6: the model has 4 parts"),
+        (8, {}, "give pipe at most 4"),
+        (2, {"schedule": "1f1"}, "schedule='1f1' is not known; did you mean '1f1b'"),
+        (2, {"chunks": 2}, "chunks= is about one placement, and schedule='auto' chooses"),
+        (2, {"schedule": "zbv", "chunks": 3}, "schedule 'zbv' has chunks=2, got 3"),
+        (2, {"schedule": "1f1b", "stages": ["model.layer.1"]}, "did you mean 'model.layers.1'"),
+        (2, {"schedule": "1f1b", "stages": []}, "has 0 name.s., and a line of 2 ranks has 2 stages"),
+        (3, {"schedule": "1f1b", "stages": ["model.layers.1", "model.layers.0"]}, "not in the order in which the loss"),
+    ],
+)
+def test_what_cannot_be_is_told(num_ranks, options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        cuts_of("llama", num_ranks, **options)
+
+
+def test_one_stage_is_no_pipeline():
+    assert cuts_of("llama", 1) == {}
+
+
+def chosen(schedule):
+    return trained("llama, 4 layers", {"pipe": 2}, 3, chosen={}, compiles={"schedule": schedule}, num_microbatches=3)
+
+
+def test_steps_take_the_schedule_of_their_cuts(ranks):
+    assert_same_training(ranks(2, chosen, None), plain("llama, 4 layers"))
+
+
+def another_placement():
+    with pytest.raises((ValueError, RuntimeError), match="compile: schedule='gpipe' is for a line of 2 ranks, and the"):
+        chosen("gpipe")
+
+
+def test_a_schedule_of_another_placement_is_refused(ranks):
+    ranks(2, another_placement)
+    with pytest.raises(ValueError, match="compile: schedule='1f1' is not known; did you mean '1f1b'"):
+        zerofn.compile(lambda state, batch: state, schedule="1f1")

@@ -7,14 +7,14 @@ other. Slices may be of several sizes, and several ranks may have the same one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
-from ..schedules import Costs, Placement, Schedule, make
+from ..schedules import NAMES, Costs, Placement, Schedule, make
 from ..schedules.from_costs import best
 
 AUTO = "auto"
@@ -85,6 +85,21 @@ class Pipeline:
     placement: Placement
     schedule: str
     costs: Costs | None = None
+
+    def by(self, schedule: str) -> Pipeline:
+        """Return the same stages with another schedule. Raises `ValueError` for one of another placement."""
+        row, has = NAMES.get(schedule), self.placement
+        if row is not None and (row.style != has.style or has.chunks != row.chunks and not row.any_chunks):
+            raise ValueError(
+                f"compile: schedule={schedule!r} is for {row.placement(has.ranks, row.chunks)}, and the cuts are of "
+                f"{has}; write cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule={schedule!r})."
+            )
+        if schedule == AUTO and self.costs is None:
+            raise ValueError(
+                "compile: schedule='auto' needs the costs of stages; write "
+                "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch)."
+            )
+        return replace(self, schedule=schedule)
 
     def of(self, microbatches: int) -> Schedule:
         """Return the schedule for so many microbatches."""

@@ -50,6 +50,8 @@ def pipelines(program: Program) -> list[Loop]:
                     pipeline, leaves[leaf.name] = each.pipeline, each.stages
     if pipeline is None:
         return []
+    if program.schedule is not None:
+        pipeline = pipeline.by(program.schedule)
     found = [(node, call) for node, call in calls(program.gm) if node.target is repeat and _reads_stages(call.body)]
     return [Loop(node, call, pipeline, leaves) for node, call in found]
 

@@ -148,6 +148,7 @@ class Program:
     kept: list[int] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
+    schedule: str | None = None  # of a pipeline, instead of the one that goes with the cuts
     broadcasts: bool = False  # replicated state that ranks have computed apart becomes rank 0's, instead of their mean
     buffers: list[BufferSpec] = field(default_factory=list)  # static buffers, in which nodes have places
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives
