@@ -5,8 +5,11 @@ from contextlib import suppress
 import pytest
 import torch
 
-from tests.support.happens_before import Order, ordered
+import zerofn
+from tests.support.happens_before import Order, ordered, thread
 from tests.support.tiered_steps import CASES, DEFECTS, broken, steps
+from zerofn.comm import channels
+from zerofn.comm.transport import wait_
 from zerofn.util.errors import DiskError
 
 
@@ -52,6 +55,27 @@ def unawaited(folder):
 def test_a_transfer_that_nobody_waits_for_is_found(ranks, tmp_path):
     assert all(ranks(2, unawaited, tmp_path))
     ranks.stop()
+
+
+def messages(forgotten):
+    """A pair of messages, of which one end is used before it was waited for."""
+    axis, x = zerofn.Mesh.make(pipe=2).axis("pipe"), torch.ones(3)
+    with ordered() as order:
+        token = channels.send_start(x, 1 - axis.rank, axis.group, "x")
+        out = channels.receive_start((3,), (1,), 1 - axis.rank, axis.group, "x", dtype=x.dtype, device=x.device)
+        for what, used, waits_for in (("sent", x, token), ("received", out, out)):
+            if what == forgotten:
+                order.access(thread(), used, True, "overwrites")
+            wait_(waits_for)
+            order.access(thread(), used, True, "overwrites")
+        said, order.found[:] = list(order.found), []
+    return said
+
+
+@pytest.mark.parametrize("forgotten", ["sent", "received", ""])
+def test_a_message_is_used_behind_its_wait(ranks, forgotten):
+    for said in ranks(2, messages, forgotten):
+        assert len(said) == bool(forgotten) and all("overwrites" in x and "a message" in x for x in said)
 
 
 def test_clocks():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from zerofn._torch_compat import OpOverload, tree_leaves
-from zerofn.comm import transport
+from zerofn.comm import channels, transport
 from zerofn.job import in_flight as pending
 from zerofn.memory import pinned
 from zerofn.memory.arena import Arenas
@@ -108,10 +108,12 @@ class Order:
             kept = []
             for old in self._log:
                 meets = old.start < new.stop and new.start < old.stop
-                before = clock.get(old.actor, 0) >= old.at
-                if meets and (old.writes or writes) and not before and old.actor != actor:
+                before = old.actor == actor or clock.get(old.actor, 0) >= old.at
+                if meets and (old.writes or writes) and not before:
                     self.found.append(f"{_said(new)} while {_said(old)}")
-                if not (before and meets and writes and new.start <= old.start and old.stop <= new.stop):
+                # Who has heard of the new one has heard of the old one, too.
+                inside = new.start <= old.start and old.stop <= new.stop
+                if not (before and inside and (writes or not old.writes)):
                     kept.append(old)
             self._log = [*kept, new]
 
@@ -192,13 +194,22 @@ def _watch_executor(patch: pytest.MonkeyPatch, order: Order) -> None:
 
 def _watch_transfers(patch: pytest.MonkeyPatch, order: Order) -> None:
     point_to_point, wait = transport._point_to_point, pending.PendingTransfers.wait
+    begun = channels._begun
 
     def started(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
         actor = order.begin("transfer")
         for peers, writes in ((sends, False), (receives, True)):
             for peer, x in peers.items():
                 order.access(actor, x, writes, f"a transfer {'from' if writes else 'to'} rank {peer}")
-        works = point_to_point(group, sends, receives)
+        return by(actor, point_to_point(group, sends, receives))
+
+    def message(x: Tensor, peer: int, group: str, *, sends: bool) -> Any:
+        actor = order.begin("transfer")
+        order.access(actor, x, not sends, f"a message {'to' if sends else 'from'} rank {peer}")
+        return by(actor, begun(x, peer, group, sends=sends))
+
+    def by(actor: Actor, works: Callable[[], Any]) -> Callable[[], Any]:
+        """What to wait for, which tells who waits what an actor has done."""
 
         def found() -> Any:
             return works()
@@ -220,6 +231,7 @@ def _watch_transfers(patch: pytest.MonkeyPatch, order: Order) -> None:
         return there
 
     patch.setattr(transport, "_point_to_point", started)
+    patch.setattr(channels, "_begun", message)
     patch.setattr(pending.PendingTransfers, "wait", waited)
 
 

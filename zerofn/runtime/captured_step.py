@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from typing import Any, NamedTuple
 
+import torch
+
+from ..comm.channel_groups import Channel, ChannelGroups
+from ..comm.channels import channel_of
+from ..comm.transport import is_gloo
+from ..graph.fingerprint import MESSAGES
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import argument, is_ours
+from ..graph.node_kinds import argument, is_ours, traits
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..job.agreement import agree_on, exchange
@@ -16,6 +23,7 @@ from ..memory.device_allocator import hold
 from ..ops.registry import argument_places
 from ..tree import PyTreeSpec
 from ..util.errors import said
+from ..util.process import the
 from .agreed_captures import AgreedStep
 from .backend import Backend, Runner
 from .buffers import Buffers
@@ -51,6 +59,7 @@ class CapturedStep:
         elif not self._bound:
             agree_on(f"zerofn.compile({self.program.name})", self._bind)
             agree_on_regions(self.runner, self.program.name)
+            open_channels(self.program)
         self._bound = True
 
     def _bind(self) -> tuple[None, str]:
@@ -81,6 +90,23 @@ def agree_on_regions(runner: Any, name: str) -> None:
     if hasattr(runner, "leave_out"):
         theirs = exchange(f"regions of zerofn.compile({name})", " ".join(sorted(runner.left_out)))
         runner.leave_out({x for text in theirs for x in text.split()})
+
+
+def open_channels(program: Program) -> None:
+    """Make the groups in which devices send messages from stage to stage. All ranks must call it."""
+    if program.mesh is None or program.mesh.stages.size == 1:
+        return
+    ends: dict[Channel, torch.device] = {}
+    for node in program.gm.graph.nodes:
+        if traits(node).collective in MESSAGES:
+            sends = traits(node).collective == "send"
+            x, group = tensor_of(node.all_input_nodes[0] if sends else node), argument(node, "group")
+            assert x is not None
+            if not is_gloo(group, x):
+                ends[channel_of(group, argument(node, "peer"), sends=sends)] = x.device
+    told = exchange(f"channels of zerofn.compile({program.name})", json.dumps([*ends]))
+    device = next(iter(ends.values()), torch.device("cpu"))
+    the(ChannelGroups).open({(a, b) for text in told for a, b in json.loads(text)}, device)
 
 
 class StepCall(NamedTuple):
