@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.rendezvous import received_where_used, stuck
-from zerofn.schedules import NAMES, Compute, Costs, Edge, Receive, Schedule, Send, make, messages
+from zerofn.schedules import NAMES, Compute, Costs, Edge, Receive, Schedule, Send, Sent, make, messages
 
 RANKS, MICROBATCHES = (2, 3, 4, 8), (1, 2, 4, 5, 8, 16)
 
@@ -95,7 +95,7 @@ def test_a_computation_reads_what_its_edges_bring_and_sends_what_they_take(case)
             elif isinstance(step, Send):
                 edge = step.message.edge
                 assert (edge.source, edge.kind, step.message.microbatch) == made.makes
-            else:
+            elif isinstance(step, Compute):
                 made = step.action
                 order.append(made)
                 assert received.issuperset(step.reads)
@@ -107,10 +107,33 @@ def test_a_computation_reads_what_its_edges_bring_and_sends_what_they_take(case)
 def test_a_receive_stands_before_what_its_rank_computes_when_the_send_begins():
     schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1")
     rank_0, rank_1 = messages(schedule, edges_of(2, False), Costs.even(2, send=0.5))
-    shown = [step.action if isinstance(step, Compute) else type(step).__name__[0] for step in rank_1]
-    assert " ".join(map(str, shown)) == "R R 1F0 1F1 1B0 S 1B1 S"  # at 1.5 s rank 1 begins with 1F0; at 2 s 0F1 is sent
-    shown = [step.action if isinstance(step, Compute) else type(step).__name__[0] for step in rank_0]
-    assert " ".join(map(str, shown)) == "0F0 S R 0F1 S R 0B0 0B1"  # the gradients are sent at 5.5 s and 7.5 s
+    # at 1.5 s rank 1 begins with 1F0; at 2 s 0F1 is sent
+    assert shown(rank_1) == "Receive Receive 1F0 1F1 1B0 Send 1B1 Send Sent Sent"
+    # the gradients are sent at 5.5 s and 7.5 s; what is sent at 1 s has come at 1.5 s, before 0B0 at 6 s
+    assert shown(rank_0) == "0F0 Send Receive 0F1 Send Receive 0B0 Sent Sent 0B1"
+
+
+def shown(steps):
+    return " ".join(str(step.action) if isinstance(step, Compute) else type(step).__name__ for step in steps)
+
+
+def test_what_was_sent_is_waited_for_once():
+    for case in (("zbv", 4, 8, True), ("1f1b", 2, 3, False), ("gpipe", 3, 1, True)):
+        for steps in programs_of(*case):
+            sent = [step.message for step in steps if isinstance(step, Send)]
+            ended = [step.message for step in steps if isinstance(step, Sent)]
+            assert sorted(sent) == sorted(ended)
+            where = {(type(step), step.message): k for k, step in enumerate(steps) if not isinstance(step, Compute)}
+            assert all(where[Send, x] < where[Sent, x] for x in sent)
+
+
+def test_waiting_at_once_for_what_is_sent_gets_stuck():
+    def at_once(steps):
+        rest = [step for step in steps if not isinstance(step, Sent)]
+        return [y for x in rest for y in ([x, Sent(x.message)] if isinstance(x, Send) else [x])]
+
+    found = {x for x in NAMES if stuck(received_where_used([at_once(y) for y in programs_of(x, 4, 8, False)]))}
+    assert "1f1b" in found and "gpipe" not in found
 
 
 def test_costs_change_no_order():

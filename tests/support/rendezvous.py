@@ -1,12 +1,12 @@
 """Ranks that run lists of computations, sends and receives by NCCL's rules: a transfer ends when both ends are there.
 
 Each channel (from one rank to another) has a stream on both ranks, on which transfers follow each other. A computation
-waits for the messages that it reads, and for nothing else; a send or a receive never keeps a rank.
+waits for the messages that it reads, and a `Sent` for what was sent; a send or a receive never keeps a rank.
 """
 
 from collections import defaultdict, deque
 
-from zerofn.schedules import Compute, Receive, Send
+from zerofn.schedules import Compute, Receive, Send, Sent
 
 
 def stuck(programs, stream=lambda message: message.channel):
@@ -19,7 +19,7 @@ def stuck(programs, stream=lambda message: message.channel):
         for rank, steps in enumerate(programs):
             while at[rank] < len(steps) and _may_go(steps[at[rank]], done):
                 step = steps[at[rank]]
-                if not isinstance(step, Compute):
+                if isinstance(step, Send | Receive):
                     streams[rank, stream(step.message)].append(step)
                 at[rank] += 1
                 moved = True
@@ -31,9 +31,7 @@ def stuck(programs, stream=lambda message: message.channel):
                 done.add(message)
                 moved = True
     computing = [
-        f"rank {r}: {steps[i].action}"
-        for r, i, steps in zip(range(len(at)), at, programs, strict=True)
-        if i < len(steps)
+        f"rank {r}: {steps[i]}" for r, i, steps in zip(range(len(at)), at, programs, strict=True) if i < len(steps)
     ]
     return computing + [f"rank {r}: {queue[0]}" for (r, _), queue in streams.items() if queue]
 
@@ -48,7 +46,8 @@ def received_where_used(programs):
 
 
 def _may_go(step, done):
-    return not isinstance(step, Compute) or done.issuperset(step.reads)
+    waited = step.reads if isinstance(step, Compute) else [step.message] if isinstance(step, Sent) else []
+    return done.issuperset(waited)
 
 
 def _meets(step, rank, name, streams):

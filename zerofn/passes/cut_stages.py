@@ -17,7 +17,7 @@ from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
 from ..graph.stages import seams_behind
-from ..schedules import Action, Compute, Message, Receive, Send, messages
+from ..schedules import Action, Compute, Message, Receive, Send, Sent, messages
 from ..schedules import Edge as Between
 from ._context import Context
 
@@ -47,6 +47,7 @@ class _Pipelined:
         self._gm, self._node, self._call = program.gm, loop.node, loop.call
         self._axis, self._leaves, self._region = program.mesh.stages, loop.leaves, loop.region()
         placement, self._schedule = loop.pipeline.placement, loop.pipeline.of(loop.call.rounds)
+        self._costs = loop.pipeline.costs
         split = any(action.kind == "W" for order in self._schedule.orders for action in order)
         mine = placement.stages_of(self._axis.rank)
         self._cut = cut(self._region, loop.leaves, placement.num_stages, mine, split)
@@ -59,7 +60,8 @@ class _Pipelined:
         self._sums: dict[tuple[int, int], Node] = {}  # (result of the body, stage) -> the sum so far
         self._stacks: dict[tuple[int, int], list[Node]] = {}
         self._received: dict[Message, Node] = {}
-        self._tokens: list[Node] = []
+        self._tokens: dict[Message, Node] = {}
+        self._exchanged: list[Node] = []  # tokens of what the holders of a parameter send each other
 
     @property
     def _graph(self) -> Graph:
@@ -70,15 +72,17 @@ class _Pipelined:
         for (stage, kind), piece in self._cut.pieces.items():
             self._gm.add_submodule(_name(stage, kind), piece.graph)
         with self._graph.inserting_before(self._node):
-            for step in messages(self._schedule, list(self._edges))[self._axis.rank]:
+            for step in messages(self._schedule, list(self._edges), self._costs)[self._axis.rank]:
                 if isinstance(step, Compute):
                     self._compute(step)
                 elif isinstance(step, Send):
                     self._send(step.message)
                 elif isinstance(step, Receive):
                     self._receive(step.message)
+                elif isinstance(step, Sent):
+                    self._call_op(ops.wait.default, self._tokens.pop(step.message))
             results = [self._result(k) for k in range(len(self._cut.homes))]
-            for token in self._tokens:
+            for token in self._exchanged:
                 self._call_op(ops.wait.default, token)
         for user in list(self._node.users):
             assert is_result(user)
@@ -134,7 +138,7 @@ class _Pipelined:
         edge = self._edges[message.edge]
         value = self._sent.pop((edge, message.microbatch))
         name = f"{edge.name}.{message.microbatch}"
-        self._tokens.append(self._call_op(ops.send.default, value, message.target, self._axis.group, name))
+        self._tokens[message] = self._call_op(ops.send.default, value, message.target, self._axis.group, name)
 
     def _receive(self, message: Message) -> None:
         edge = self._edges[message.edge]
@@ -209,7 +213,7 @@ class _Pipelined:
         others, group = [r for r in holders if r != self._rank], self._axis.group
         for stage, term in own.items():
             for peer in others:
-                self._tokens.append(self._call_op(ops.send.default, term, peer, group, f"sum {k} of {stage}"))
+                self._exchanged.append(self._call_op(ops.send.default, term, peer, group, f"sum {k} of {stage}"))
         terms = []
         for stage in self._cut.homes[k]:
             if stage not in own:

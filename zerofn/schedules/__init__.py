@@ -10,7 +10,7 @@ from .arrange import Arrangement, arrange
 from .balance import Part, balance, stage_costs
 from .check import check
 from .from_costs import best, fill
-from .messages import Compute, Edge, Message, Receive, Send, messages
+from .messages import Compute, Edge, Message, Receive, Send, Sent, messages
 from .named import NAMES, make
 from .simulate import Costs, Timeline, simulate
 
@@ -28,6 +28,7 @@ __all__ = [
     "Receive",
     "Schedule",
     "Send",
+    "Sent",
     "Timeline",
     "arrange",
     "balance",

@@ -54,7 +54,7 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Begin to send what the action before made. Nothing waits for it."""
+    """Begin to send what the action before made. Only its `Sent` waits for it."""
 
     message: Message
 
@@ -65,7 +65,13 @@ class Receive(NamedTuple):
     message: Message
 
 
-Step = Compute | Send | Receive
+class Sent(NamedTuple):
+    """Wait until a message was sent: its value may be overwritten then."""
+
+    message: Message
+
+
+Step = Compute | Send | Receive | Sent
 
 
 def messages(schedule: Schedule, edges: Sequence[Edge], costs: Costs | None = None) -> tuple[tuple[Step, ...], ...]:
@@ -73,8 +79,11 @@ def messages(schedule: Schedule, edges: Sequence[Edge], costs: Costs | None = No
 
     A value is sent behind the action that makes it, several in the order of `edges`. Receives of a channel have the
     order of its sends, and stand before the action that the receiver has begun last, by simulated time, when the send
-    begins: later ones would keep the sender, earlier ones occupy memory. `costs` decide that place alone (equal ones if
-    None), never the order. Edges between stages of one rank are no messages.
+    begins: later ones would keep the sender, earlier ones occupy memory. A sender waits for the end of what it has sent
+    before its second action that begins after the message has come: that keeps it only where it is far ahead of the
+    receiver, and nobody for ever, since by then the receive was posted. `costs` decide
+    these places alone (equal ones if None), which all ranks must have alike, never the order. Edges between stages of
+    one rank are no messages.
 
     Raises `ValueError` for an edge that leads to no other stage or against its kind's direction.
 
@@ -86,23 +95,28 @@ def messages(schedule: Schedule, edges: Sequence[Edge], costs: Costs | None = No
     Compute 1F0
     Compute 1B0
     Send x
+    Sent x
     """
     for edge in edges:
         _check(edge, schedule)
-    line = simulate(schedule, costs or Costs.even(schedule.num_stages))
+    costs = costs or Costs.even(schedule.num_stages)
+    line = simulate(schedule, costs)
     sent = _sent(schedule, edges)
     arrivals: defaultdict[Action, list[Message]] = defaultdict(list)  # what reads them, with kind I for B
     for of_action in sent.values():
         for message in of_action:
             arrivals[Action(message.edge.target, message.edge.kind, message.microbatch)].append(message)
     posted = _posted(line, sent)
+    ended = _ended(line, sent, posted, costs)
     out = []
     for rank, order in enumerate(schedule.orders):
         steps: list[Step] = []
         for i, action in enumerate(order):
             steps += [Receive(x) for x in posted[rank, i]]
+            steps += [Sent(x) for x in ended[rank, i]]
             steps.append(Compute(action, tuple(arrivals[action.makes])))
             steps += [Send(x) for x in sent[action]]
+        steps += [Sent(x) for x in ended[rank, len(order)]]
         out.append(tuple(steps))
     return tuple(out)
 
@@ -153,3 +167,27 @@ def _posted(line: Timeline, sent: dict[Action, list[Message]]) -> defaultdict[tu
         for (message, _), place in zip(sends, reversed(places), strict=True):
             posted[target, place].append(message)
     return posted
+
+
+def _ended(
+    line: Timeline, sent: dict[Action, list[Message]], posted: dict[tuple[int, int], list[Message]], costs: Costs
+) -> defaultdict[tuple[int, int], list[Message]]:
+    """`[rank, i]`: the messages whose end stands before a rank's action `i`; behind the last one, the others."""
+    starts = [[span.start for span in spans] for spans in line.spans]
+    begins = {x: starts[rank][i] for (rank, i), found in posted.items() for x in found}
+    ended: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
+    placement = line.schedule.placement
+    for rank, spans in enumerate(line.spans):
+        for action, _, stop in spans:
+            for message in sent.get(action, ()):
+                neighbours = _neighbours(message.edge)
+                there = max(begins[message], stop) + sum(costs.transfer(placement, *x) for x in neighbours)
+                at = bisect_right(starts[rank], there)
+                ended[rank, min(at + 1, len(spans))].append(message)
+    return ended
+
+
+def _neighbours(edge: Edge) -> list[tuple[int, int]]:
+    """The boundaries that a value would cross one by one: what skips stages takes no longer than that."""
+    step = 1 if edge.source < edge.target else -1
+    return [(s, s + step) for s in range(edge.source, edge.target, step)]
