@@ -338,7 +338,7 @@ def test_passes_stand_where_they_are_put(name, donating):
     if name not in names[0]:
         assert names[0] == names[1]
         there = {"copy_outputs": ("start_param_gather", "wait_param_gather")}
-        assert _around(names[0]) == there.get(name, ("sync_replicated_state", "copy_outputs"))
+        assert _around(names[0]) == there.get(name, ("reinplace", "copy_outputs"))
 
 
 def _around(names):

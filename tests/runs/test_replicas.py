@@ -14,13 +14,12 @@ import torch.distributed as dist
 import zerofn
 from tests.runs.test_manager import Counter
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import WIDTH, build, state_of, train_step_of
+from tests.support.small_steps import build, layers_on_stages, state_of, train_step_of
 from zerofn.checkpoint import CheckpointError, saving, steps
 from zerofn.checkpoint.background_saves import InFlight
-from zerofn.geometry.cuts import Pipeline, equal, on_stages
+from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
 from zerofn.runs import replicas
-from zerofn.schedules import make
 from zerofn.util.other_processes import started
 from zerofn.util.process import the
 
@@ -46,17 +45,11 @@ def begun(folder, stage, replicate_every=2, sizes=None, **options):
     """(checkpoints, state, step, loader) of a run that goes on from what there is. `sizes`: of the mesh."""
     loader = Counter(same="pipe" in (sizes or {}))
     mesh = None if sizes is None else zerofn.Mesh.make(**sizes)
-    cuts = _on_stages(mesh.size("pipe")) if sizes and "pipe" in sizes else None
+    cuts = layers_on_stages(2, mesh.size("pipe")) if sizes and "pipe" in sizes else None
     options = {"loader": loader, "signals": (), "replicate_every": replicate_every, **options}
     checkpoints = zerofn.Checkpoints(folder / "run", **options)
     state = checkpoints.restore_or(lambda: state_of(build(2), stage, mesh=mesh, cuts=cuts))
     return checkpoints, state, zerofn.compile(train_step_of(build(2))), loader
-
-
-def _on_stages(size):
-    """A layer on each stage."""
-    line = Pipeline(make("1f1b", size, 1).placement, "1f1b")
-    return {f"{3 * k}.{x}": on_stages(line, 0, WIDTH, {k}) for k in range(size) for x in ("weight", "bias")}
 
 
 def trained(run, until):

@@ -18,6 +18,7 @@ from zerofn import optim, passes
 from zerofn._torch_compat import join_fake_group
 from zerofn.capture.capture import capture
 from zerofn.cost import simulator
+from zerofn.geometry.cuts import Pipeline, on_stages
 from zerofn.graph.alias import positions
 from zerofn.graph.edit import copied, weight_chain
 from zerofn.graph.node_kinds import is_gather, is_scatter
@@ -25,6 +26,7 @@ from zerofn.graph.program import Program
 from zerofn.passes._context import context_of
 from zerofn.runtime.buffers import Buffers
 from zerofn.runtime.executor import Executor
+from zerofn.schedules import make
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 WIDTH, ROWS = 16, 4
@@ -75,6 +77,13 @@ def state_of(module: torch.nn.Module, stage: int, tx: Any = None, **options: Any
     tx = tx or optim.adamw(1e-2, weight_decay=0.1)
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=tx, **create)
     return zerofn.shard(plain, stage=stage, unit=unit_of, **options)
+
+
+def layers_on_stages(num_layers: int, num_ranks: int, schedule: str = "1f1b") -> dict[str, Any]:
+    """Cuts that deal the layers of `build` out to the stages of a pipeline."""
+    line = Pipeline(make(schedule, num_ranks, 1).placement, schedule)
+    stages = {k: k * line.placement.num_stages // num_layers for k in range(num_layers)}
+    return {f"{3 * k}.{x}": on_stages(line, 0, WIDTH, {s}) for k, s in stages.items() for x in ("weight", "bias")}
 
 
 def apart(patch: Any, share: float) -> None:

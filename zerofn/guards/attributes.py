@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from ..sharding.sharded import is_sharded
@@ -28,7 +29,11 @@ _PARTS = ("fget", "__func__", "func", "args", "keywords", "dispatcher", "__wrapp
 
 
 def told_by_value(value: Any) -> tuple[str, ByIdentity, str] | None:
-    """Return the token of an enum's member, or of a number or text of a class of its own; None for other values."""
+    """Return the token of an enum's member, of an operation, or of a number or text of a class of its own; None for
+    other values.
+    """
+    if isinstance(value, torch.library.CustomOpDef):  # it keeps what its first call made, on ranks that call it
+        return "value", ByIdentity(value), "an operation"
     if isinstance(value, enum.Enum):
         return "value", ByIdentity(value), f"{type(value).__name__}.{value.name}"
     for kind in _WITH_VALUES:

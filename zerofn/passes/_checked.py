@@ -15,9 +15,10 @@ from ..capture.capture import CaptureError
 from ..capture.verify import check_purity
 from ..graph.alias import is_given, is_view, overwritten, positions, roots, touches, written_memory
 from ..graph.edit import clean
+from ..graph.fingerprint import MESSAGES
 from ..graph.liveness import complete_values, memory_bytes, tensors_of
 from ..graph.nested import graphs_of, is_nested
-from ..graph.node_kinds import is_fetch, is_gather, is_start
+from ..graph.node_kinds import is_fetch, is_gather, is_start, start_of, traits
 from ..graph.phase import continue_phases
 from ..graph.program import Program, alike, tensor_of
 from ..util.errors import note
@@ -39,6 +40,8 @@ def apply_checked(program: Program, each: Pass) -> None:
     - It writes only to its own memory, or where it wrote before. The state, the batch, constants and gathered units are
       not its own, except where the state is donated.
     - Every transfer is waited for before its result is read.
+    - Messages between stages of a pipeline stay in their order, and no wait for one comes before one that stood above:
+      a channel delivers in order, so another order could keep ranks waiting for each other.
     - No value is read after its memory was written to, as the state's is behind `donate`, but where it was before.
     - Behind `assign_buffers`, no value is read after its place in a static buffer has gone to another.
     - Before donation and scheduling, the step is still a pure function, and no shard enters an operation that needs the
@@ -83,6 +86,7 @@ class _GraphFacts:
         self.written = _written(graph)
         self.unwaited = _unwaited(graph)
         self.overwritten = _overwritten(graph)
+        self.messages, self.waits = order_of_messages(graph)
 
 
 def _impurity(program: Program) -> CaptureError | None:
@@ -114,6 +118,7 @@ def _check(program: Program, before: _Facts) -> None:
             )
         if was is not None:
             _check_overwritten(was, now)
+            _check_messages(was, now)
         _check_places(gm.graph)
     error = _impurity(program) if before.pure else None
     if error is not None:
@@ -151,6 +156,30 @@ def _check_overwritten(was: _GraphFacts, now: _GraphFacts) -> None:
                 'pass where nothing is overwritten yet: zerofn.passes.before("donate", ...), where '
                 "compile(passes=[mine]) has it"
             )
+
+
+def order_of_messages(graph: Graph) -> tuple[list[str], dict[str, int]]:
+    """Return the sends and receives of messages, and for each wait for one how many of them stand before it."""
+    posted: list[str] = []
+    waits: dict[str, int] = {}
+    for node in graph.nodes:
+        begun = start_of(node)
+        if traits(node).collective in MESSAGES:
+            posted.append(node.name)
+        elif begun is not None and traits(begun).collective in MESSAGES:
+            waits[node.name] = len(posted)
+    return posted, waits
+
+
+def _check_messages(was: _GraphFacts, now: _GraphFacts) -> None:
+    kept = [x for x in was.messages if x in now.messages]
+    moved = [b for a, b in zip(kept, [x for x in now.messages if x in was.messages], strict=True) if a != b]
+    moved += [x for x, before in was.waits.items() if now.waits.get(x, before) < before and kept == was.messages]
+    if moved:
+        raise _Unsound(
+            f"{moved[0]!r} is a message between stages, or the wait for one, and stands before another than it did; "
+            "ranks could wait for each other for ever. Move what computes instead"
+        )
 
 
 def _check_places(graph: Graph) -> None:

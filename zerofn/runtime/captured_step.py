@@ -11,9 +11,9 @@ import torch
 from ..comm.channel_groups import Channel, ChannelGroups
 from ..comm.channels import channel_of
 from ..comm.transport import is_gloo
-from ..graph.fingerprint import MESSAGES
+from ..graph.messages import message_ends
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import argument, is_ours, traits
+from ..graph.node_kinds import argument, is_ours
 from ..graph.program import Program, tensor_of
 from ..graph.resident import resident
 from ..job.agreement import agree_on, exchange
@@ -97,13 +97,9 @@ def open_channels(program: Program) -> None:
     if program.mesh is None or program.mesh.stages.size == 1:
         return
     ends: dict[Channel, torch.device] = {}
-    for node in program.gm.graph.nodes:
-        if traits(node).collective in MESSAGES:
-            sends = traits(node).collective == "send"
-            x, group = tensor_of(node.all_input_nodes[0] if sends else node), argument(node, "group")
-            assert x is not None
-            if not is_gloo(group, x):
-                ends[channel_of(group, argument(node, "peer"), sends=sends)] = x.device
+    for end in message_ends(program.gm.graph):
+        if not is_gloo(end.group, end.value):
+            ends[channel_of(end.group, end.peer, sends=end.sends)] = end.value.device
     told = exchange(f"channels of zerofn.compile({program.name})", json.dumps([*ends]))
     device = next(iter(ends.values()), torch.device("cpu"))
     the(ChannelGroups).open({(a, b) for text in told for a, b in json.loads(text)}, device)

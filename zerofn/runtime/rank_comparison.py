@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -18,12 +20,15 @@ from .. import tree
 from ..capture.between_ranks import ADVICE, BEHIND_LOSS, NumberedStep
 from ..capture.capture import CaptureError
 from ..collectives import all_gather
+from ..comm.channel_groups import Channel
+from ..comm.channels import channel_of
 from ..comm.mesh import Axis, Mesh
 from ..graph.fingerprint import between_slices, between_stages, fingerprint
+from ..graph.messages import message_ends
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..guards.torch_settings import settings_of_all
-from ..job.agreement import agree_among, exchange, exchange_on
+from ..job.agreement import agree_among, exchange, exchange_on, rank_and_size
 from ..job.agreement import fingerprint as _short
 from ..job.step_order import meetings
 from ..optim.base import GradientTransformation
@@ -117,7 +122,8 @@ def _of_all(numbers: list[int], length: int, axis: Axis, what: str) -> list[list
 
 
 def agree_among_slices(what: str, program: Program) -> None:
-    """Raise `RuntimeError` on every rank unless ranks with the same slices have the same shards and transfers.
+    """Raise `RuntimeError` on every rank unless ranks with the same slices have the same shards and transfers, and
+    stages of a pipeline receive what others send them.
 
     Nothing is compared where all leaves are whole: `agreed_text` has these then.
     """
@@ -125,6 +131,34 @@ def agree_among_slices(what: str, program: Program) -> None:
     if slices:
         lines = [*(f"{k}: {v}" for k, v in _inputs(program, shards=True).items()), fingerprint(program)]
         agree_among(what, ", ".join(slices), "\n".join(lines))
+        _agree_on_messages(what, program)
+
+
+def _agree_on_messages(what: str, program: Program) -> None:
+    """Raise `RuntimeError` on every rank unless each rank receives what another sends it, in that order."""
+    if program.mesh is None or program.mesh.stages.size == 1 or rank_and_size()[1] == 1:
+        return
+    mine: dict[Channel, list[str]] = defaultdict(list)
+    for end in message_ends(program.gm.graph):
+        text = f"{end.edge!r} {list(end.value.shape)} {end.value.dtype}"
+        mine[channel_of(end.group, end.peer, sends=end.sends)].append(text)
+    short = json.dumps([[*channel, _short("\n".join(lines))] for channel, lines in mine.items()])
+    ends: dict[Channel, dict[int, str]] = defaultdict(dict)
+    told = exchange(what, short)
+    for rank, text in enumerate(told if len(told) > 1 else ()):  # of a fake group, there is one
+        for source, target, found in json.loads(text):
+            ends[source, target][rank] = found
+    apart = [channel for channel, found in ends.items() if len({found.get(r) for r in channel}) > 1]
+    if apart:
+        source, target = min(apart)
+        lines = [json.loads(x) for x in exchange(f"{what}, in full", json.dumps(mine.get((source, target), [])))]
+        sent, received = (lines[r] for r in (source, target))
+        a, b = next((a, b) for a, b in zip_longest(sent, received, fillvalue="nothing") if a != b)
+        raise RuntimeError(
+            f"{what}: stages of the pipeline differ. Rank {source} sends {len(sent)} messages to rank {target}, which "
+            f"receives {len(received)}; the first that differs is {a} there and {b} here. Every rank needs the same "
+            "cuts, schedule, passes and number of microbatches."
+        )
 
 
 def _slices(program: Program) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..geometry.layout import Layout, LeafInfo, Unit, make_layout
+from ..geometry.cuts import StageCut
+from ..geometry.layout import Layout, Leaf, LeafInfo, Unit, make_layout
 from ..geometry.overlaps import makes_up
 from ..offload.policy import check_memory, of_units
 from ..ops.codecs import MASTERS, PLAIN, Codec
@@ -245,9 +246,21 @@ def description(partition: Partition, parts: list[ShardedPart | ReplicatedPart])
             lines.append(f"replicated {tuple(part.value.shape)} {part.value.dtype}")
         else:
             lines += [
-                f"{leaf.name} {list(leaf.whole)}{' cut' * bool(leaf.cuts)} {leaf.dtype} in unit {u.name!r}, "
+                f"{leaf.name} {list(leaf.whole)}{_of_cuts(leaf)} {leaf.dtype} in unit {u.name!r}, "
                 f"kept {replace(storage, placement=None).described}{', in float8' * (leaf.name in taken)}"
                 for u, storage in zip(part.spec.layout.units, part.storages, strict=True)
                 for leaf in u.leaves
             ]
     return "\n".join(lines)
+
+
+def _of_cuts(leaf: Leaf) -> str:
+    """Return in words how a leaf is cut, which is the same on all ranks."""
+    words = []
+    for cut in leaf.cuts:
+        if isinstance(cut, StageCut):
+            words.append(f" on {'stages' if len(cut.stages) > 1 else 'stage'} {', '.join(map(str, cut.stages))} ")
+            words.append(f"of {cut.pipeline.placement} by {cut.pipeline.schedule!r}" if cut.pipeline else "")
+        else:
+            words.append(f" cut over {cut.axis!r} along dim {cut.dim} into {cut.slices}")
+    return "".join(words)
