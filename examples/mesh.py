@@ -1,4 +1,5 @@
 # torchrun --standalone --nproc-per-node 8 examples/mesh.py --mesh data=2,context=2,tensor=2
+# torchrun --standalone --nproc-per-node 4 examples/mesh.py --mesh pipe=2,data=2 --microbatches 4 --layers 6
 """transformers' Llama or Mixtral, unmodified and from random weights, on any mesh of ranks.
 
 It reads Python, byte by byte, from the standard library's sources. Before the first step it prints what each axis of
@@ -30,10 +31,14 @@ def mesh_of(text: str) -> dict[str, int]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes, as in data=2,context=2,tensor=2; expert=2")
+    add(
+        "--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes: data=2,context=2,tensor=2; expert=2; pipe=2"
+    )
     add("--model", default="llama", choices=["llama", "mixtral"])
     add("--method", choices=["ulysses", "ring"], help="of attention along the axis context (by the number of heads)")
     add("--capacity", type=float, help="of experts along the axis expert, as a factor; by default nothing is dropped")
+    add("--microbatches", type=int, default=1, help="of a rank's rows; along the axis pipe several, to keep all busy")
+    add("--schedule", default="auto", help="of the axis pipe: 1f1b, zb-h1, interleaved, zbv, ...")
     add("--stage", type=int, default=3, choices=range(4))
     add("--steps", type=int, default=60)
     add("--batch", type=int, default=8, help="sequences a step, over all ranks")
@@ -91,16 +96,19 @@ def main() -> None:
         return functional_call(model, params, (), batch).loss
 
     def train_step(state, batch):
-        loss, grads = state.value_and_grad(loss_fn)(batch)
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), args.microbatches)(batch)
         return state.apply_gradients(grads), {"loss": loss}
 
     def batch_of(rows):
         batch = {"input_ids": rows, "labels": rows}
         return zerofn.parallel.split_sequence(batch, mesh) if "context" in axes else batch
 
+    data = sequences(args)
+    if "pipe" in axes:
+        one = batch_of(data[: args.batch // mesh.rows.size // args.microbatches])
+        cuts = zerofn.parallel.pipe(model, mesh, loss_fn, one, cuts=cuts, schedule=args.schedule)
     state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts or None)
     step = zerofn.compile(train_step)
-    data = sequences(args)
     sampler = zerofn.sampler(data, mesh, shuffle=False)
     loader = DataLoader(data, args.batch // mesh.rows.size, sampler=sampler, collate_fn=torch.stack)
 
@@ -110,9 +118,10 @@ def main() -> None:
         for axis, nbytes in plan.sent_along.items():
             table.add_row(axis, str(mesh.over(axis.split(" x ")).size), f"{nbytes / 1e6:.2f}")
         console.print(table)
+        if "pipe" in axes:
+            console.print(cuts, highlight=False, soft_wrap=True)
         console.print(f"{plan.memory().total / 1e6:.1f} MB of a rank's memory at the peak")
-    tokens = args.batch * args.length // mesh.batch.size  # of a step, on ranks with one part of the batch
-    bar = zerofn.progress(loader, every=20, tokens=lambda _: tokens)
+    bar = zerofn.progress(loader, every=20)
     for rows in bar:
         state, metrics = step(state, batch_of(rows))
         bar.log(metrics, state)

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
-from ..schedules import NAMES, Costs, Placement, Schedule, make
-from ..schedules.from_costs import best
+from ..schedules import NAMES, Costs, Placement, Schedule, best, make
 
 AUTO = "auto"
 Intervals = tuple[tuple[int, int], ...]

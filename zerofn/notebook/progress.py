@@ -40,7 +40,6 @@ class Progress:
             raise TypeError(f"progress: step= is what zerofn.compile returned, got {type(step).__name__}.")
         self._loader, self._every, self._tokens, self._step, self._flops = loader, every, tokens, step, 0
         self._total = initial + len(loader) if total is None and isinstance(loader, Sized) else total
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         shown = not dist.is_initialized() or dist.get_rank() == 0
         self._sinks: list[Sink] = sinks_of(to) if shown else []
         self._line = Line() if shown else None
@@ -114,7 +113,7 @@ class Progress:
         seconds, steps = now - self._since, self._steps - self._before
         record["ms_per_step"] = 1e3 * seconds / steps
         if self._counted:
-            record[f"{self._unit}_per_s"] = self._counted * self._ranks / seconds
+            record[f"{self._unit}_per_s"] = self._counted * _num_parts() / seconds
         if self._flops:
             record["tflops"] = self._flops / seconds / 1e12
             if (peak := zerofn.peak_flops()) is not None:
@@ -181,6 +180,14 @@ def progress(
     place, `ImportError` for a place whose library is not installed.
     """
     return Progress(loader, every, total, initial, tokens, to, step)
+
+
+def _num_parts() -> int:
+    """Return the number of ranks with rows of their own: others count the same rows."""
+    try:
+        return zerofn.world_size("rows")
+    except ValueError:  # of several meshes
+        return zerofn.world_size()
 
 
 def leaves(batch: Any) -> Iterator[Any]:

@@ -15,8 +15,7 @@ from ..cost.machine import Machine, machine_of
 from ..cost.simulator import Lanes, usual_for
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..job.agreement import exchange
-from ..schedules import NAMES, Costs, make
-from ..schedules.from_costs import best
+from ..schedules import NAMES, Costs, best, make
 from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.sizes import in_words, time_in_words

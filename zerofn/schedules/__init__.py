@@ -33,6 +33,7 @@ __all__ = [
     "arrange",
     "balance",
     "best",
+    "best",
     "check",
     "fill",
     "make",
@@ -40,3 +41,7 @@ __all__ = [
     "simulate",
     "stage_costs",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
