@@ -32,7 +32,10 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add(
-        "--mesh", type=mesh_of, default={"data": -1}, help="axes and sizes: data=2,context=2,tensor=2; expert=2; pipe=2"
+        "--mesh",
+        type=mesh_of,
+        default={"data": -1},
+        help="axes and sizes: data=2,context=2,tensor=2 or pipe=2,expert=2",
     )
     add("--model", default="llama", choices=["llama", "mixtral"])
     add("--method", choices=["ulysses", "ring"], help="of attention along the axis context (by the number of heads)")

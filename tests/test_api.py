@@ -13,8 +13,8 @@ PUBLIC = {
     zerofn: "abort abstract accumulate all_finite because collectives compile copy eager_region even export export_dcp "
     "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
     "load_safetensors load_state_dict moe normal_like optim parallel passes peak_flops plan progress random rank "
-    "register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton this_machine tree_map "
-    "unshard value_and_grad vdot "
+    "register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton "
+    "this_machine tree_map unshard value_and_grad vdot "
     "verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState",
@@ -35,8 +35,8 @@ PUBLIC = {
     moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux "
     "Routing",
     passes: "after before standard Context Pass PassError",
-    schedules: "best check make messages simulate Action Compute Costs Edge Kind Message NAMES Placement Receive Schedule "
-    "Send Sent Timeline",
+    schedules: "arrange balance best best check fill make messages simulate stage_costs Action Arrangement "
+    "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
     parallel: "attention context cross_entropy pipe split_sequence tensor tiled_loss Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random", "schedules"]  # the public ones
