@@ -59,7 +59,8 @@ def on_ranks(folder, build, axes, rank_rows, initialised):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    "build, axes, rank_rows, initialised", [(llama, "data=-1,tensor=2", 4, False), (mixtral, "expert=2", 2, True)]
+    "build, axes, rank_rows, initialised",
+    [(llama, "data=-1,tensor=2", 4, False), (mixtral, "expert=2", 2, True), (llama, "pipe=2", 4, True)],
 )
 def test_ranks_of_a_mesh_are_one(ranks, tmp_path, build, axes, rank_rows, initialised):
     args = transformers.TrainingArguments(**options(tmp_path / "plain", **more(4)))

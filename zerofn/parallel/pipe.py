@@ -85,7 +85,8 @@ def pipe(
     Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, and a loss function that
     reads parameters in no order.
     """
-    given = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
+    several = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
+    given = {name: tuple(cut for cut in x if cut.axis != PIPE) for name, x in several.items()}
     num_ranks = mesh.axis(PIPE).size
     if num_ranks == 1:
         return dict(cuts or {})

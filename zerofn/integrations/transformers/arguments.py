@@ -228,7 +228,7 @@ class TrainingArguments(OurArguments, transformers.TrainingArguments):
 
     `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
     neither package is needed. `gradient_checkpointing` becomes `remat="full"`. `mesh="data=-1,tensor=2"` names axes of
-    `zerofn.Mesh.make`: data, replicate, expert and tensor. Rows are padded to a length that is a multiple of
+    `zerofn.Mesh.make`: pipe, data, replicate, expert and tensor. Rows are padded to a length that is a multiple of
     `pad_to_multiple_of`; 1 leaves batches as the collator makes them, on every rank.
     """
 

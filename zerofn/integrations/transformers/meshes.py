@@ -11,10 +11,11 @@ import transformers
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather, recursively_apply
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import zerofn
 
-AXES = ("data", "replicate", "expert", "tensor")
+AXES = ("pipe", "data", "replicate", "expert", "tensor")
 
 
 def axes_of(text: str | None) -> dict[str, int] | None:
@@ -57,8 +58,8 @@ class TrainerOnMesh(transformers.Trainer):
         return {} if self.mesh is None else {"mesh": self.mesh, "cuts": self._cuts or None}
 
     def cut(self, model: nn.Module) -> nn.Module:
-        """Let a model compute with a rank's slices and experts, in steps alone. Raises what `zerofn.parallel.tensor`
-        and `zerofn.moe.experts` raise.
+        """Let a model compute with a rank's slices, experts and layers, in steps alone. Raises what
+        `zerofn.parallel.tensor`, `zerofn.moe.experts` and `zerofn.parallel.pipe` raise.
         """
         if self.mesh is None:
             return model
@@ -66,6 +67,9 @@ class TrainerOnMesh(transformers.Trainer):
             self._cuts |= zerofn.parallel.tensor(model, self.mesh)
         if any(axis.kind.experts for axis in self.mesh.slices):
             self._cuts |= zerofn.moe.experts(model, self.mesh)
+        if self.mesh.stages.size > 1:
+            with self.step_on_mesh():
+                self._cuts = zerofn.parallel.pipe(model, self.mesh, *_without_labels(model), cuts=self._cuts)
         if self._cuts:
             model.register_forward_pre_hook(self._refuse_whole)
         return model
@@ -129,3 +133,15 @@ class TrainerOnMesh(transformers.Trainer):
             return self._gathers(results)
         finally:
             del self.accelerator.gather
+
+
+def _without_labels(model: nn.Module) -> tuple[Any, Any]:
+    """Return a function that reads a model's parameters as its loss does, and a batch for it: the model's own example,
+    since what a dataset has is known once the stages are.
+    """
+
+    def loss_fn(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
+        out: Any = functional_call(model, dict(params), (), dict(batch))
+        return next(x for x in out.values() if isinstance(x, Tensor) and x.is_floating_point()).float().mean()
+
+    return loss_fn, model.dummy_inputs
