@@ -4,9 +4,14 @@ Each channel (from one rank to another) has a stream on both ranks, on which tra
 waits for the messages that it reads, and a `Sent` for what was sent; a send or a receive never keeps a rank.
 """
 
-from collections import defaultdict, deque
+import itertools
+from collections import Counter, defaultdict, deque
 
-from zerofn.schedules import Compute, Receive, Send, Sent
+from zerofn.graph.messages import message_ends
+from zerofn.graph.node_kinds import argument, is_start, start_of, traits
+from zerofn.schedules import Compute, Edge, Message, Receive, Send, Sent
+
+OTHERS = "all stages"  # the stream of transfers that are no messages
 
 
 def stuck(programs, stream=lambda message: message.channel):
@@ -55,3 +60,35 @@ def _meets(step, rank, name, streams):
     message = step.message
     other = streams[message.target if rank == message.source else message.source, name]
     return bool(other) and other[0].message == message and isinstance(other[0], Send) != isinstance(step, Send)
+
+
+def steps_of(graph, rank, size):
+    """The same of a rank's scheduled graph: its messages, its other transfers between the stages, and each wait as a
+    computation that reads what it waits for. Another transfer is messages between all its ranks, in one order on each.
+    """
+    steps, begun, numbers = [], {}, Counter()
+
+    def add(node, source, target, name):
+        edge = Edge(source, target, "F", name)
+        message = Message(edge, 0, source, target, numbers[source, target, name == OTHERS])
+        numbers[source, target, name == OTHERS] += 1
+        begun.setdefault(node, []).append(message)
+        steps.append(Send(message) if source == rank else Receive(message))
+
+    ends = {end.node: end for end in message_ends(graph)}
+    for node in graph.nodes:
+        if (end := ends.get(node)) is not None:
+            add(node, *((rank, end.peer) if end.sends else (end.peer, rank)), end.edge)
+        elif is_start(node):
+            sources = argument(node, "holders")[:1] if traits(node).collective == "broadcast" else range(size)
+            for source, target in itertools.product(sources, range(size)):
+                if source != target and rank in (source, target):
+                    add(node, source, target, OTHERS)
+        elif (start := start_of(node)) in begun:
+            steps.append(Compute(node.name, tuple(begun[start])))
+    return tuple(steps)
+
+
+def stream_of(message):
+    """Messages have a stream for each channel, and all other transfers one together."""
+    return OTHERS if message.edge.name == OTHERS else message.channel
