@@ -42,11 +42,12 @@ def _place(mesh: Mesh, number: int) -> list[int]:
     return out[::-1]
 
 
-def crosses(mesh: Mesh, names: Sequence[str], size: int, per_node: int) -> bool:
+def crosses(mesh: Mesh, names: Sequence[str], size: int, per_node: int, among: Sequence[int] | None = None) -> bool:
     """Return whether some line along these axes has ranks on several nodes, where each node has `per_node` ranks, in
     order.
 
-    `size`: of a line's blocks, where it is less than the line: neighbours along the last of the axes.
+    `size`: of a line's blocks, where it is less than the line: neighbours along the last of the axes. `among`: the
+    places on a line that count, by default all.
     """
     steps = _steps(mesh)
     line = [0]
@@ -54,6 +55,8 @@ def crosses(mesh: Mesh, names: Sequence[str], size: int, per_node: int) -> bool:
         if axis.name in names:
             line = [x + k * steps[axis.name] for x in line for k in range(axis.size)]
     others = [range(0, axis.size * steps[axis.name], steps[axis.name]) for axis in mesh.axes if axis.name not in names]
+    if among is not None:
+        line = [line[k] for k in among]
     blocks = [line[k : k + size] for k in range(0, len(line), size)]
     starts = map(sum, itertools.product(*others))
     numbers = mesh.ranks or range(mesh.num_ranks)

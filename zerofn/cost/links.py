@@ -37,6 +37,11 @@ def sends(node: Node) -> bool:
     return moves is not None and moves.lane is Lane.LINK
 
 
+def is_message(node: Node) -> bool:
+    """Return whether a node sends to one other rank, or receives from it."""
+    return traits(node).collective in ("send", "receive")
+
+
 def axis_of(node: Node, mesh: Mesh | None) -> str:
     """Return the axis of a mesh, or the axes, that a node sends along; "" for other ranks, and if it sends nothing."""
     if mesh is None or not sends(node):
@@ -48,22 +53,38 @@ class Links:
     """The links of `world` ranks of a machine, which are numbered node by node. `mesh`: their grid, if there is one.
 
     An axis whose lines lie within nodes uses the link there. Of one with lines that cross nodes, ranks wait for the
-    slowest: it uses the network.
+    slowest: it uses the network. A message uses the link between its two ranks, and each channel has a lane.
     """
 
     def __init__(self, machine: Machine, world: int, mesh: Mesh | None = None) -> None:
         self._machine, self._world, self._mesh = machine, world, mesh
         self._several = mesh is not None and sum(axis.size > 1 for axis in mesh.axes) > 1
         self._known: dict[tuple[str, int], Link] = {}
+        self._channels: dict[tuple[str, int, int], Link] = {}
 
     def of(self, node: Node) -> Link:
         """Return the link of a node that sends."""
         given = arguments(node)
+        if self._mesh is not None and is_message(node):
+            return self._channel(self._mesh, given["group"], given["peer"], traits(node).collective == "send")
         size = given["size"] if "size" in given else len(given["sources"]) if "sources" in given else 2
         key = given["group"], size
         if key not in self._known:
             self._known[key] = self._link(*key)
         return self._known[key]
+
+    def _channel(self, mesh: Mesh, group: str, peer: int, outward: bool) -> Link:
+        """Return the link of messages to a rank of a group, or from it."""
+        (name,) = axes_along(mesh, group)
+        own, m = mesh.axis(name).rank, self._machine
+        ends = (own, peer) if outward else (peer, own)
+        key = (name, *ends)
+        if key not in self._channels:
+            far = crosses(mesh, (name,), mesh.size(name), m.ranks, ends)
+            lane = f"{SENT} along {name}, {ends[0]} to {ends[1]}"
+            rate = min(m.link, m.network) if far else m.link
+            self._channels[key] = Link(lane, OUTER if far else INNER, 2, rate, m.latency)
+        return self._channels[key]
 
     def _link(self, group: str, size: int) -> Link:
         m, names = self._machine, axes_along(self._mesh, group) if self._mesh is not None else ()

@@ -78,11 +78,21 @@ class Lanes:
 
     def run(self, gm: GraphModule) -> None:
         """Run a graph. It may not change before it runs again."""
+        root = self.roots_of(gm)
+        for node in gm.graph.nodes:
+            self.step(node, root)
+
+    def roots_of(self, gm: GraphModule) -> dict[Node, Node]:
+        """Return `graph.alias.roots` of a graph that may not change any more."""
         if gm not in self._roots:
             complete_values(gm.graph)
             self._roots[gm] = roots(gm.graph)
-        for node in gm.graph.nodes:
-            self.step(node, self._roots[gm])
+        return self._roots[gm]
+
+    def clear(self) -> None:
+        """Forget what has run, but not when lanes become idle: transfers in flight continue."""
+        for told in (self.spans, self.starts, self.busy, self.waited):
+            told.clear()
 
     def step(self, node: Node, root: dict[Node, Node]) -> None:
         """Run a node. `root`: see `graph.alias.roots`."""
@@ -120,6 +130,10 @@ class Lanes:
     def done(self, memory: Node) -> float:
         """Return when the transfer into some memory ends."""
         return self._ready.get(memory, ("", 0.0))[1]
+
+    def set_done(self, memory: Node, when: float) -> None:
+        """Say when the transfer into some memory ends: others decide it, too."""
+        self._ready[memory] = self._ready[memory][0], when
 
     def transfer(self, node: Node, x: Traffic) -> tuple[str, float]:
         """Return the lane of a node's transfer, and the seconds that it takes there alone."""
@@ -207,9 +221,8 @@ class Timeline(Lanes):
     ) -> None:
         super().__init__(machine, world, cost, mesh)
         self.run(gm)
-        first = self.free[COMPUTE]  # transfers in flight continue while the next step begins
-        for told in (self.spans, self.starts, self.busy, self.waited):
-            told.clear()
+        first = self.free[COMPUTE]
+        self.clear()
         self.run(gm)
         cables = [sum(self.busy[lane] for lane in lanes) for lanes in self._lanes_on.values()]
         self.seconds = max(self.free[COMPUTE] - first, *self.busy.values(), *cables, 0.0)

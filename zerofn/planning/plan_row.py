@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..comm.axes import USUAL, kind_of
 from ..cost.machine import Machine
-from ..graph.liveness import KINDS
+from ..graph.liveness import KINDS, Live
 from ..util.sizes import in_words, time_in_words
 from .plan import Plan
 
@@ -125,12 +125,67 @@ class Estimate(NamedTuple):
     num_batches: int
 
 
+class OfStages(NamedTuple):
+    """A rank of a pipeline: the stages on it; elements of its parameters that it computes with; bytes by kind at its
+    peak; the share of a step in which it waits for other stages; bytes that it sends to others in a step.
+    """
+
+    stages: tuple[int, ...]
+    elements: int
+    peak: Live
+    idle: float
+    sent: int
+
+    @property
+    def device(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak.values())
+
+
+class Pipelined(NamedTuple):
+    """A step as a pipeline: the schedule and the number of microbatches; seconds, and the lane that limits them; each
+    rank along `pipe`.
+    """
+
+    schedule: str
+    microbatches: int
+    seconds: float
+    bound: str
+    ranks: tuple[OfStages, ...]
+
+    @property
+    def idle(self) -> float:
+        """The bubble: the share of a step in which ranks wait for other stages, on average."""
+        return sum(rank.idle for rank in self.ranks) / len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return sum(len(rank.stages) for rank in self.ranks)
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.num_stages} stages, {self.microbatches} microbatches, {self.idle:.0%} idle"
+
+    def details(self) -> list[str]:
+        """Return a line for each rank."""
+        return [
+            f"rank {k} along pipe: {_numbered(x.stages)}, {x.elements:,} parameters, {in_words(x.device)} "
+            f"at its peak ({', '.join(f'{kind} {in_words(n)}' for kind, n in x.peak.items() if n)}), "
+            f"{x.idle:.0%} idle, sends {in_words(x.sent)} along pipe"
+            for k, x in enumerate(self.ranks)
+        ]
+
+
+def _numbered(stages: tuple[int, ...]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+
+
 @dataclass(frozen=True)
 class Row:
-    """One way to train.
+    """One way to train. `pipelined`: what is known of its stages, if the mesh has several.
 
-    `plan`: None if the state alone is too large, and nothing else was tried; and for an `estimate`. `lacks`: what the
-    machine has too little of, empty if it fits.
+    `plan`: of the rank that needs the most. None if the state alone is too large, and nothing else was tried; and for
+    an `estimate`. `lacks`: what the machine has too little of, empty if it fits.
     """
 
     config: Config
@@ -140,6 +195,7 @@ class Row:
     tokens: int = 0  # of a rank's batch, or its rows where it has no tokens
     unit: str = "rows"
     estimate: Estimate | None = None
+    pipelined: Pipelined | None = None
 
     @property
     def fits(self) -> bool:
@@ -149,6 +205,8 @@ class Row:
     @property
     def seconds(self) -> float:
         """Seconds of a step; infinity without a plan and an estimate."""
+        if self.pipelined is not None:
+            return self.pipelined.seconds
         if self.plan is not None:
             return self.plan.timeline().seconds
         return self.estimate.seconds if self.estimate is not None else math.inf
@@ -163,6 +221,8 @@ class Row:
     @property
     def bound(self) -> str:
         """The lane that limits the step; empty without a plan and an estimate."""
+        if self.pipelined is not None:
+            return self.pipelined.bound
         if self.plan is not None:
             return self.plan.timeline().bound
         return self.estimate.bound if self.estimate is not None else ""
@@ -184,6 +244,9 @@ class Row:
         known: dict[str, Any] = {} if self.plan is None else {"plan": self.plan.json(), **told}
         if self.estimate is not None:
             known = {"estimate": {**self.estimate._asdict(), **told}}
+        if self.pipelined is not None:
+            ranks = [x._asdict() for x in self.pipelined.ranks]
+            known["pipeline"] = {**self.pipelined._asdict(), "idle": self.pipelined.idle, "ranks": ranks}
         written = {
             k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
         }
@@ -212,7 +275,7 @@ class Row:
         about = "~ " if self.estimate is not None else ""
         stage = f"{c.stage} hpz" if c.again else str(c.stage)
         precision = _short(c.precision) + (f", wire {c.wire}" if c.wire else "")
-        out = [c.grid, stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
+        out = [c.grid, str(self.pipelined or ""), stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
         peak = plan.memory().peak if plan else {}
         out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]

@@ -26,6 +26,7 @@ from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
+from ..schedules import Schedule
 from ..sharding.float8 import refuse
 from ..sharding.partition import STAGES, Partition, check_stage
 from ..sharding.precision import Precision, resolve
@@ -34,6 +35,7 @@ from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
 from .plan_row import Config, Needs, Row, lacking
+from .stages import as_stages, pipelined, schedule_of
 
 T = TypeVar("T")
 
@@ -166,6 +168,8 @@ class _Prepared(NamedTuple):
     needs: Needs
     tokens: int
     unit: str
+    mesh: Mesh
+    schedule: Schedule | None
 
 
 class RowPlanner:
@@ -200,7 +204,7 @@ class RowPlanner:
         found = self._of_ranks(config)
         if isinstance(found, Row):
             return found
-        return max((self._row(config, x, x.program) for x in found), key=_need)
+        return self._of_all(found, [self._row(config, x, x.program) for x in found])
 
     def until_one_fits(self, config: Config) -> list[Row]:
         """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
@@ -220,15 +224,15 @@ class RowPlanner:
             yield found
             return
         for how in WAYS[WAYS.index(config.remat) :]:
-            rows = (self._row(config._replace(remat=how), x, _copied(x.program)) for x in found)
             try:
-                yield max(rows, key=_need)
+                rows = [self._row(config._replace(remat=how), x, _copied(x.program)) for x in found]
+                yield self._of_all(found, rows)
             except ValueError:  # there is nothing to recompute
                 return
 
     def of_state(self, config: Config) -> Needs:
         """Return what the state alone needs."""
-        return _state_needs(self._laid(self._fake, config))
+        return max(_state_needs(self._laid(self._fake, config, mesh)) for mesh in as_stages(self._mesh))
 
     @property
     def num_tokens(self) -> int:
@@ -245,34 +249,48 @@ class RowPlanner:
         m = self._machine
         return FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
 
-    def _laid(self, fake: FakeMachine, config: Config) -> Any:
+    def _laid(self, fake: FakeMachine, config: Config, mesh: Mesh) -> Any:
         """Return the state, laid out."""
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
-            partition = Partition.zero(self._mesh, cuts=self._step.cuts, **config.options)
+            partition = Partition.zero(mesh, cuts=self._step.cuts, **config.options)
             return shard_fake(first, partition, self._step.unit)
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
-        """Return the captured step of rank 0, and of every rank of an axis whose ranks run other operations: the one
-        that needs the most is the plan.
+        """Return the captured step of every stage's rank, and of every rank of an axis whose ranks run other
+        operations: the one that needs the most is the plan.
         """
-        with unlike_work() as unlike:
-            first = self._prepared(config)
-        if isinstance(first, Row):
-            return first
-        found = [first]
-        for axis in (x for x in self._mesh.axes if x.name in unlike):
-            for rank in range(1, axis.size):
-                with as_rank(axis, rank):
-                    other = self._prepared(config)
-                assert isinstance(other, _Prepared)  # it has the same state
-                found.append(other)
+        found: list[_Prepared] = []
+        for mesh in as_stages(self._mesh):
+            with unlike_work() as unlike:
+                first = self._prepared(config, mesh)
+            if isinstance(first, Row):
+                return first
+            found.append(first)
+            for axis in (x for x in mesh.axes if x.name in unlike):
+                for rank in range(1, axis.size):
+                    with as_rank(axis, rank):
+                        other = self._prepared(config, mesh)
+                    assert isinstance(other, _Prepared)  # it has the same state
+                    found.append(other)
         return found
 
-    def _prepared(self, config: Config) -> _Prepared | Row:
+    def _of_all(self, found: Sequence[_Prepared], rows: Sequence[Row]) -> Row:
+        """Return the row of the rank that needs the most, with what is known of all stages if there are several."""
+        worst = max(rows, key=_need)
+        if self._mesh.stages.size == 1 or any(row.plan is None for row in rows):
+            return worst
+        by_stage: dict[int, list[Row]] = {}
+        for x, row in zip(found, rows, strict=True):
+            by_stage.setdefault(x.mesh.stages.rank, []).append(row)
+        of_stages = [max(each, key=_need).plan for each in by_stage.values()]
+        plans = [plan for plan in of_stages if plan is not None]
+        return replace(worst, pipelined=pipelined(found[0].schedule, plans, self._machine))
+
+    def _prepared(self, config: Config, mesh: Mesh) -> _Prepared | Row:
         """Return the captured step, before any decision about memory; a row if the state alone is too large."""
         m, fake = self._machine, self._fake
-        state = self._laid(fake, config)
+        state = self._laid(fake, config, mesh)
         with fake():
             needs = _state_needs(state)
             lacks = lacking(needs, m, self.ranks_of_node)
@@ -283,7 +301,7 @@ class RowPlanner:
             program.name = self._step.name
             pipeline = passes.pipeline(program.new_state is not None)
             pipeline.prepare(program, m)
-        return _Prepared(program, pipeline, fake, needs, tokens, unit)
+        return _Prepared(program, pipeline, fake, needs, tokens, unit, mesh, schedule_of(program))
 
     def _row(self, config: Config, found: _Prepared, program: Program) -> Row:
         """Schedule a prepared program."""

@@ -17,6 +17,7 @@ from .plan_row import Row
 
 _HEAD = (
     "mesh",
+    "pipeline",
     "stage",
     "offload",
     "precision",
@@ -114,6 +115,7 @@ class Table:
         for row, told in zip((None, *self.rows), cells, strict=True):
             mark = "*" if row is not None and row is best else " "
             lines.append(f"{mark} " + "  ".join(x.rjust(w) for x, w in zip(told, widths, strict=True)).rstrip())
+        lines += [f"  {x}" for x in self._details()]
         lines += [f"  left out: {x}" for x in self.left_out]
         lines.append(f"* {self._advice()}" if best is not None else self._advice())
         return "\n".join(lines)
@@ -123,6 +125,11 @@ class Table:
             f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
             "bytes of a rank at its peak, by kind"
         )
+
+    def _details(self) -> list[str]:
+        """Return a line for each rank of a pipeline, of the best row, or of the nearest."""
+        found = (self._best or self.nearest).pipelined if self.rows else None
+        return [] if found is None else found.details()
 
     def _cells(self) -> list[list[str]]:
         """Return the head and all rows, without columns that are empty."""
@@ -172,7 +179,7 @@ class Table:
         head, *rows = self._cells()
         marked = None if self._best is None else self.rows.index(self._best)
         body = table(self._title(), head, rows, left=[len(head) - 1], marked=marked)
-        told = [*(f"left out: {x}" for x in self.left_out), self._advice()]
+        told = [*self._details(), *(f"left out: {x}" for x in self.left_out), self._advice()]
         return page(body + preformatted("\n".join(told)), self._draw)
 
     def __repr__(self) -> str:
