@@ -14,10 +14,13 @@ from torch.nn.functional import linear
 import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captures_of, layers_on_stages, loss_of, state_of, step_with
+from zerofn.comm import channels
 from zerofn.comm.mesh import Mesh
 from zerofn.graph.messages import message_ends
+from zerofn.graph.nested import call_of
 from zerofn.graph.node_kinds import set_argument, wait_of
 from zerofn.job import agreement, heartbeat
+from zerofn.job.in_flight import pending
 from zerofn.passes import Pass, after
 
 LAYERS = 4
@@ -33,7 +36,7 @@ def _ends():
 
 
 def _freezes():
-    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -54,14 +57,14 @@ def _(x: torch.Tensor, when: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _loss_of(stage):
-    """Something may happen in the forward pass of a stage of two layers."""
+def _loss_of(layers):
+    """Something may happen in the forward pass, behind these layers."""
 
     def loss_fn(params, batch):
         x = batch["x"]
         for k in range(LAYERS):
             x = torch.tanh(linear(x, params[f"{3 * k}.weight"], params[f"{3 * k}.bias"]))
-            if k == 2 * stage:
+            if k in layers:
                 x = x + happens(0 * batch["y"], batch["when"].sum())
         return (x - batch["y"]).square().mean()
 
@@ -77,7 +80,7 @@ def in_the_midst(size, schedule, event, stage):
     agreement.PATIENCE, heartbeat.PATIENCE, agreement.SILENCE, heartbeat.SECONDS = 60.0, 1.5, 1.5, 0.2
     module, mesh = build(LAYERS), Mesh.make(pipe=2, data=size // 2)
     state = state_of(module, 1, mesh=mesh, cuts=layers_on_stages(LAYERS, 2, schedule))
-    step = zerofn.compile(step_with(_loss_of(stage), 4))
+    step = zerofn.compile(step_with(_loss_of([2 * stage]), 4))
 
     def batch(when, seed):
         return {**batch_of(mesh.rows.rank, seed=seed), "when": torch.tensor([0.0, 0.0, when, 0.0])}
@@ -197,3 +200,45 @@ def test_a_rank_that_runs_another_step_is_out_of_step(ranks):
     for said in ranks(2, other_step, timeout=30):
         assert "ranks are out of step" in said and "for another signature" in said
     ranks.stop()
+
+
+def computes_meanwhile(folder):
+    """Rank 0 holds a message back until rank 1, which has begun to receive it, has computed something else."""
+    mesh, rank = Mesh.make(pipe=2), dist.get_rank()
+    state = state_of(build(LAYERS), 1, mesh=mesh, cuts=layers_on_stages(LAYERS, 2, "zbv"))
+    step = zerofn.compile(step_with(_loss_of(range(LAYERS)), 4))
+    batch = {**batch_of(), "when": torch.ones(4)}
+    state, _ = step(state, batch)
+    numbers = {node: k for k, node in enumerate(captures_of(step)[0].program.gm.graph.nodes)}
+    computing = [k for node, k in numbers.items() if call_of(node) and node.args[0].name.endswith("_f")]
+    begun = [end.node for end in message_ends(captures_of(step)[0].program.gm.graph) if not end.sends]
+    between = [any(numbers[x] < k < numbers[wait_of(x)] for k in computing) for x in begun]
+    held = int(agreement.exchange("which message", str(between.index(True) if rank else ""))[1])
+    counted, told, begin = [], folder / "computed", channels._begun
+
+    def hold():
+        for _ in range(400):
+            if told.exists():
+                return
+            time.sleep(0.05)
+        raise TimeoutError("rank 1 computes nothing while it has not received this")
+
+    def watched(x, peer, group, *, sends):
+        if sends != bool(rank):
+            counted.append(None)
+            if len(counted) == held + 1 and not rank:
+                pending().post(hold)
+        return begin(x, peer, group, sends=sends)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(channels, "_begun", watched)
+        patch.setitem(EVENTS, "computes", lambda: len(counted) > held and told.touch())
+        patch.setitem(WHAT, "now", "computes" if rank else "nothing")
+        _, loss = step(state, batch)
+    assert told.exists()
+    return loss
+
+
+def test_a_message_that_has_not_come_keeps_nothing_that_does_not_read_it(ranks, tmp_path):
+    one, other = ranks(2, computes_meanwhile, tmp_path, timeout=40)
+    assert one == other
