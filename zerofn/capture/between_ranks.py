@@ -18,7 +18,7 @@ from ..graph.alias import writes
 from ..graph.local_value_numbers import formulas
 from ..graph.names import input_names, line_of
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import argument, traits
+from ..graph.node_kinds import argument, only_moves, traits
 from ..graph.node_text import text_of, written
 from ..graph.own_values import Cause, Origins, axes_of_transfer, own_values
 from ..graph.phase import BACKWARD, phase_of
@@ -124,7 +124,7 @@ def _for_shards_alone(program: Program) -> Iterator[Node]:
 
 
 def _computes(node: Node) -> bool:
-    return node.op in ("call_function", "get_attr")
+    return node.op in ("call_function", "get_attr") and not only_moves(node)  # where a shard lies is a rank's own
 
 
 def _only_computes(node: Node) -> bool:

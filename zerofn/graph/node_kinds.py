@@ -185,6 +185,13 @@ def fetched(node: Node) -> bool:
     return start is not None and is_fetch(start)
 
 
+def only_moves(node: Node) -> bool:
+    """Return whether `node` brings a part of the state to where the model computes, or takes a new value back: the
+    value, its last input, stays what it is.
+    """
+    return is_fetch(node) or fetched(node) or stores(node)
+
+
 def from_drive(node: Node) -> bool:
     """Return whether `node` waits for a read from a drive."""
     start = start_of(node)

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ops.registry import OnShard
 from .alias import roots, writes
 from .nested import Call, call_of
-from .node_kinds import traits
+from .node_kinds import only_moves, traits
 from .node_text import NodeText, name_of
 from .own_values import axes_of_transfer
 from .program import Program
@@ -78,6 +78,8 @@ class Numbers:
         known = traits(node)
         if known.cuts or node.target is ops.as_part.default:
             return number(name_of(node))  # each rank's own by right
+        if only_moves(node):
+            return now(node.all_input_nodes[-1])  # where a shard lies is, too
         if known.replicated or known.collective == "scatter":
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
