@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from .. import tree
 from .._torch_compat import (
     TorchDispatchMode,
     bind_outputs,
@@ -20,20 +21,35 @@ from .._torch_compat import (
     trace_inner,
     without_names_of_calls,
 )
-from ..graph.nested import fold, repeat, stack_of
+from ..graph.nested import NAMES, fold, repeat, stack_of
 from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.patches import autocast_cache
 
-# body(index, slices) -> (terms to sum, rows to stack, static). `static` is not a tensor; it is the same in every round.
-Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], Any]]
+# body(index, slices) -> (terms to sum, a tree of rows to stack, static). `static` is not a tensor; it is the same in
+# every round.
+Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], Any, Any]]
+_Flat = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], tuple[tree.PyTreeSpec, Any]]]
 
 
-def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], Any, Any]:
     """Call `body(index, slices)` for each of the `n` rows of `sequences`; return (sums, stacks, static) of all rounds.
 
     `index` is an int64 scalar tensor. A round sees what earlier rounds wrote to tensors that the body closes over.
-    Under capture the loop is one node, `repeat`.
+    Under capture the loop is one node, `repeat`, which has the names of the stacks in its meta (`graph.nested.NAMES`).
     """
+
+    def flat(index: Tensor, slices: list[Tensor]) -> tuple[list[Tensor], list[Any], tuple[tree.PyTreeSpec, Any]]:
+        terms, rows, static = body(index, slices)
+        leaves, treedef = tree.flatten(rows)
+        return terms, leaves, (treedef, static)
+
+    sums, stacks, (treedef, static) = _flat_loop(flat, n, sequences)
+    return sums, tree.unflatten(treedef, stacks), static
+
+
+def _flat_loop(
+    body: _Flat, n: int, sequences: list[Tensor]
+) -> tuple[list[Tensor], list[Any], tuple[tree.PyTreeSpec, Any]]:
     if current_trace() is not None:
         return _captured(body, n, sequences)
     static: Any = None
@@ -45,6 +61,22 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], lis
 
     sums, rows = fold(once, n, sequences)
     return sums, rows, static
+
+
+def in_parts(what: str, x: Tensor, n: int) -> Tensor:
+    """Return a batch leaf with a new dim 0, of its `n` equal parts. `what`: the function that the user calls.
+
+    Raises `ValueError` for a leaf whose dim 0 `n` does not divide.
+    """
+    if n == 1:
+        return x.unsqueeze(0)
+    if x.dim() == 0 or x.shape[0] % n:
+        raise ValueError(
+            f"{what}: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
+            "equal parts; drop or pad a smaller last batch, and pass tensors without a batch dim by closure."
+        )
+    shape = (n, x.shape[0] // n, *x.shape[1:])
+    return x.view(shape) if x.is_contiguous() else x.reshape(shape)
 
 
 class _Mode(TorchDispatchMode):
@@ -92,7 +124,7 @@ class _ReplaceTensors(_Mode):
         return func(*with_tensors(args, replace), **with_tensors(kwargs or {}, replace))
 
 
-def _captured(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+def _captured(body: _Flat, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
     """Capture the loop as one node.
 
     A first run of the body finds the tensors that it closes over; a second one records its graph, with inputs in
@@ -166,6 +198,8 @@ def _node(
     where = trace.tracer.create_proxy("get_attr", name, (), {})
     args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), num_sums)
     out = trace.tracer.create_proxy("call_function", repeat, args, {}, name="repeat")
+    accessors = static[0].accessors()
+    out.node.meta[NAMES] = [a.codify("") for a, x in zip(accessors, row, strict=True) if isinstance(x, Tensor)]
     values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
     stacks = iter(values[num_sums:])
     return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static

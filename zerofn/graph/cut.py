@@ -47,7 +47,8 @@ def cut(
         plan = Plan(stages, stage, _kinds(stages, stage, split))
         pieces.update({(stage, kind): Writer(plan, kind, edges).piece() for kind in plan.parts})
     terms = {name: tuple(by_stage) for name, by_stage in stages.terms.items()}
-    buffers = {memory.name: stage for memory, stage in stages.buffers.items()}
+    written = sorted(stages.buffers, key=region.where.__getitem__)  # ranks send them in this order
+    buffers = {memory.name: stages.buffers[memory] for memory in written}
     return Cut(pieces, tuple(edges.values()), tuple(stages.homes), terms, buffers)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..geometry.cuts import Pipeline, StageCut
+from .names import input_behind, input_names
 from .nested import Call, calls, repeat
 from .program import Program, ShardedInput
 from .region import Region, seams_of
@@ -17,19 +18,22 @@ ops = torch.ops.zerofn
 
 
 class Loop(NamedTuple):
-    """A loop over microbatches that a pipeline runs. `leaves`: the stages of each parameter."""
+    """A loop over microbatches that a pipeline runs. `leaves`: the stages of each parameter. `names`: what errors call
+    the body's inputs.
+    """
 
     node: Node
     call: Call
     pipeline: Pipeline
     leaves: dict[str, tuple[int, ...]]
+    names: dict[Node, str]
 
     def region(self) -> Region:
         """Return the part of the loop's body that is cut."""
         index, *_ = self.call.body.graph.nodes
         rows = list(self.call.given)[: self.call.num_cut]
         seams = seams_of(self.call.body, ops.on_stage.default, ops.to_stage.default, {index, *rows})
-        return Region(self.call.body, seams)
+        return Region(self.call.body, seams._replace(names=self.names))
 
     def received(self) -> set[Node]:
         """Return the values of the forward pass that are sent from stage to stage."""
@@ -53,7 +57,9 @@ def pipelines(program: Program) -> list[Loop]:
     if program.schedule is not None:
         pipeline = pipeline.by(program.schedule)
     found = [(node, call) for node, call in calls(program.gm) if node.target is repeat and _reads_stages(call.body)]
-    return [Loop(node, call, pipeline, leaves) for node, call in found]
+    known = input_names(program)
+    names = [{x: known.get(input_behind(value), "") for x, value in call.given.items()} for _, call in found]
+    return [Loop(node, call, pipeline, leaves, each) for (node, call), each in zip(found, names, strict=True)]
 
 
 def _reads_stages(body: GraphModule) -> bool:

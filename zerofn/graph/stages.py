@@ -232,11 +232,11 @@ class Stages:
         where = [None if x in self.region.gradients else self.at.get(x) for x in self._touching(memory)]
         if len(set(where)) == 1 and where[0] is not None:
             return where[0]
-        name = self.region.seams.names.get(memory, memory.name)
+        name = self.region.seams.names.get(memory) or repr(memory.name)
         stages = " and ".join(str(s) for s in sorted({s for s in where if s is not None}))
         also = " and in the backward pass" if None in where else ""
         raise ValueError(
-            f"pipe: {name!r} is written and read on stage {stages}{also}; microbatches are not one after the other "
+            f"pipe: {name} is written and read on stage {stages}{also}; microbatches are not one after the other "
             "there. Freeze it (eval()), or keep both on one stage."
         )
 

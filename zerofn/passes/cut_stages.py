@@ -12,17 +12,19 @@ from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::rec
 from ..graph.cut import Edge, cut
 from ..graph.edit import clean
 from ..graph.liveness import complete_values
-from ..graph.nested import insert_call, is_result
+from ..graph.nested import NAMES, insert_call, is_result
 from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
 from ..graph.stages import seams_behind
 from ..schedules import Action, Compute, Message, Receive, Send, Sent, messages
 from ..schedules import Edge as Between
+from ..util.sizes import in_words
 from ._context import Context
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 _PHASE = "phase"
+_AUX_BYTES = 1 << 20
 
 
 def cut_stages(program: Program, context: Context) -> None:
@@ -31,7 +33,7 @@ def cut_stages(program: Program, context: Context) -> None:
 
     Residuals, and what is received, are values of the step as others are. Sums over microbatches have the order of the
     loop's, so their bits; what several stages add to the gradient of one parameter is added once, in the order of
-    stages. What the loop returns is on every rank afterwards.
+    stages. What the loop returns, and writes to memory from outside, is on every rank afterwards.
     """
     for loop in pipelines(program):
         _Pipelined(program, loop).replace()
@@ -51,6 +53,7 @@ class _Pipelined:
         split = any(action.kind == "W" for order in self._schedule.orders for action in order)
         mine = placement.stages_of(self._axis.rank)
         self._cut = cut(self._region, loop.leaves, placement.num_stages, mine, split)
+        self._check_rows()
         self._edges = {Between(e.source, e.target, e.kind, e.name): e for e in self._cut.edges}  # type: ignore[arg-type]
         self._outer = {x.name: outer for x, outer in loop.call.given.items()}
         self._index = next(iter(loop.call.body.graph.nodes)).name
@@ -82,6 +85,8 @@ class _Pipelined:
                 elif isinstance(step, Sent):
                     self._call_op(ops.wait.default, self._tokens.pop(step.message))
             results = [self._result(k) for k in range(len(self._cut.homes))]
+            for name, stage in self._cut.buffers.items():
+                self._share(self._outer[name], stage)
             for token in self._exchanged:
                 self._call_op(ops.wait.default, token)
         for user in list(self._node.users):
@@ -89,6 +94,18 @@ class _Pipelined:
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             self._graph.erase_node(user)
         self._graph.erase_node(self._node)
+
+    def _check_rows(self) -> None:
+        """Raise `ValueError` for large aux of a step that trains. Without gradients, rows are what a step is for."""
+        rows = [x.nbytes for x in self._node.meta["val"][self._call.num_sums :]]
+        if not self._region.gradients or sum(rows) <= _AUX_BYTES:
+            return
+        k = max(range(len(rows)), key=rows.__getitem__)
+        raise ValueError(
+            f"pipe: aux{self._node.meta[NAMES][k]} ({in_words(rows[k])} a step) is made on stage "
+            f"{self._cut.homes[self._call.num_sums + k][0]}, and a step returns the same on all ranks; return a metric "
+            "of it."
+        )
 
     # actions
 
@@ -174,7 +191,7 @@ class _Pipelined:
         if holders:
             return self._sum(own.values()) if own else self._empty(like)
         (home,) = self._cut.homes[k]
-        return self._from(rank_of(home), own.get(home), like)
+        return self._from(rank_of(home), own.get(home), like, f"result {k}")
 
     def _summed(self, k: int) -> list[str]:
         """Return the parameters whose gradients a result of the body consists of."""
@@ -197,11 +214,19 @@ class _Pipelined:
             first = self._call_op(aten.add.Tensor, first, x)
         return first
 
-    def _from(self, rank: int, value: Node | None, like: torch.Tensor) -> Node:
+    def _from(self, rank: int, value: Node | None, like: torch.Tensor, name: str) -> Node:
         """Return what one rank has, on all."""
         x = self._empty(like) if value is None else value
-        place = ([rank], self._rank, self._axis.size, self._axis.group, "result")
+        place = ([rank], self._rank, self._axis.size, self._axis.group, name)
         return self._call_op(ops.wait.default, self._call_op(ops.on_stage.default, x, list(like.shape), *place))
+
+    def _share(self, memory: Node, stage: int) -> None:
+        """Write what one stage has written to memory from outside, such as running statistics, to that of all ranks.
+        The stage's own rank writes it, too: a transfer whose result nobody reads would be taken away there.
+        """
+        home = self._schedule.placement.rank_of(stage)
+        new = self._from(home, memory if home == self._rank else None, memory.meta["val"], "written")
+        self._call_op(aten.copy_.default, memory, new)
 
     def _of_holders(self, k: int, holders: Sequence[int], own: dict[int, Node]) -> Node:
         """Return the sum of the terms of all stages, in their order, on the ranks that hold the parameters: they send

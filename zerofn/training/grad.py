@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import tree
 from ..capture.advice import instead, not_constant
 from ..capture.float8_products import note_products
-from ..capture.loop import loop
+from ..capture.loop import in_parts, loop
 from ..capture.unused import note_gradients
 from ..collectives.maps import heard_transfers, sum_over
 from ..comm.axes import in_batch
@@ -311,7 +311,7 @@ class _Work:
         if error is not None and n > 1:  # its tensors would stay whole
             raise error
         leaves, treedef = tree.flatten(args)
-        parts = [_cut(x, n) if isinstance(x, Tensor) else x for x in leaves]
+        parts = [in_parts("accumulate", x, n) if isinstance(x, Tensor) else x for x in leaves]
         nodes = self.nodes
 
         def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Any]:
@@ -320,16 +320,20 @@ class _Work:
             loss, flats = self.microbatch(nodes, values, index)
             # Clone: the loss or weight may be a buffer that the next microbatch writes.
             pair = [x.clone() for x in _detached(loss) if x is not None]
-            aux_leaves, aux_treedef = tree.flatten(loss.aux)
-            return pair + (flats if late else self.sums.own(flats)), aux_leaves, (aux_treedef, len(pair) == 2)
+            return (
+                pair + (flats if late else self.sums.own(flats)),
+                loss.aux,
+                (tree.structure(loss.aux), len(pair) == 2),
+            )
 
-        sums, stacked, (aux_treedef, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
+        sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
         head = 2 if weighted else 1
         grads = self.sums.stored(self.sums.own(sums[head:]) if late else sums[head:])
         total = sums[0] if weighted else sums[0] / n
         if self.vg.num_microbatches == 1:
-            stacked = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in stacked]
-        return (total, sums[1] if weighted else None), tree.unflatten(aux_treedef, stacked), grads
+            rows = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in like.flatten_up_to(stacked)]
+            stacked = tree.unflatten(like, rows)
+        return (total, sums[1] if weighted else None), stacked, grads
 
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""
@@ -385,15 +389,3 @@ def _derivatives(loss: Tensor, wanted: list[Tensor], seed: Tensor) -> Sequence[T
     if not wanted or not loss.requires_grad:
         return [None] * len(wanted)
     return torch.autograd.grad(loss, wanted, grad_outputs=seed, allow_unused=True)
-
-
-def _cut(x: Tensor, n: int) -> Tensor:
-    if n == 1:
-        return x.unsqueeze(0)
-    if x.dim() == 0 or x.shape[0] % n:
-        raise ValueError(
-            f"accumulate: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
-            "equal parts; drop or pad a smaller last batch, and pass tensors without a batch dim by closure."
-        )
-    shape = (n, x.shape[0] // n, *x.shape[1:])
-    return x.view(shape) if x.is_contiguous() else x.reshape(shape)
