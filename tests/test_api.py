@@ -12,8 +12,8 @@ from zerofn import collectives, moe, optim, parallel, passes, random, schedules
 PUBLIC = {
     zerofn: "abort abstract accumulate all_finite because collectives compile copy eager_region even export export_dcp "
     "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
-    "load_safetensors load_state_dict moe normal_like optim parallel passes peak_flops plan progress random rank "
-    "register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton "
+    "load_safetensors load_state_dict microbatched moe normal_like optim parallel passes peak_flops plan progress "
+    "random rank register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton "
     "this_machine tree_map unshard value_and_grad vdot "
     "verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "

@@ -63,6 +63,7 @@ CASES = [
         "deterministic": (False, "flag"), "watch": ((), "list"),
     }),
     (zerofn.eager_region, {"fn": (len, "function"), "like": (len, "function")}),
+    (zerofn.microbatched, {"fn": (len, "function"), "n": (2, "whole")}),
     (zerofn.even, {"loader": ([1], "iterable")}),
     (zerofn.export, {
         "path": ("a", "path"), "out": ("b", "path"), "part": (None, "text"), "dtype": (None, "dtype"),

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .training.eager_region import eager_region
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+    from .training.microbatched import microbatched
     from .training.remat import remat
     from .training.sampler import sampler
     from .training.train_state import TrainState
@@ -72,6 +73,7 @@ _WHERE = {
     **dict.fromkeys(("gather", "scatter"), "sharding.gather_scatter"),
     **dict.fromkeys(("shard", "unshard"), "sharding.shard"),
     **dict.fromkeys(("accumulate", "value_and_grad"), "training.grad"),
+    "microbatched": "training.microbatched",
     **dict.fromkeys(("DynamicLossScale", "NoLossScale", "StaticLossScale"), "training.loss_scale"),
     "CaptureError": "capture.capture",
     "Checkpoints": "runs.manager",
@@ -130,6 +132,7 @@ __all__ = [
     "load_deepspeed",
     "load_safetensors",
     "load_state_dict",
+    "microbatched",
     "moe",
     "normal_like",
     "optim",

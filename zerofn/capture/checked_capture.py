@@ -20,6 +20,7 @@ from .capture import CaptureError, capture
 from .data_sizes import bound_sizes
 from .declare_same import share_batch
 from .float8_products import float8_of, noted_products
+from .idle_stages import warn_of_idle_stages
 from .repeated_draws import warn_of_equal_draws
 from .unused import noted_gradients, unused
 from .verify import check_purity
@@ -48,6 +49,7 @@ def captured(
         share_batch(program)
         if not traces:
             warn_of_equal_draws(program, name)
+            warn_of_idle_stages(program, name)
         if program.warning and not traces:
             with axes_of(mesh):
                 again = capture(step, state, batch, traces=True)

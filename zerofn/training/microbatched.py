@@ -1,0 +1,86 @@
+"""`microbatched`: a function of rows, called on a part of them at a time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from .._torch_compat import current_trace
+from ..capture.loop import in_parts, loop
+from ..comm.current_mesh import axes_of
+from ..graph.phase import FORWARD, phase
+from ..random import fold_in, randomness
+from ..random.mode import current_draw
+from ..sharding.gather_scatter import gather
+from ..sharding.sharded import is_sharded, mesh_among
+from ..util.arguments import checked
+
+
+@checked()
+def microbatched(fn: Callable[..., Any], n: int) -> Callable[[Any, Any], Any]:
+    """Return `f(params, batch)`: `fn` on `n` equal parts of the rows, one after the other, its results joined.
+
+    For evaluation and prediction in the memory of a part. `fn(params, batch)` gets full parameters, in the compute
+    dtype, in place of each `Sharded` in `params`, and a tree whose tensors are the rows `[k * r, (k + 1) * r)` of the
+    batch's; it returns a tree of tensors, which `f` joins along dim 0. On a mesh with `pipe` a compiled step runs the
+    parts through the stages of a pipeline, and every rank gets the whole result. A part sees what the one before
+    wrote to buffers. Draws differ between parts (`zerofn.random.randomness`).
+
+    Captured, it is a loop, whose body gathers units before their use; eagerly they are gathered once. All ranks must
+    call `f` if `params` has a `Sharded`. Nothing is differentiated: `f` raises `RuntimeError` where a gradient is
+    recorded through it. It raises `ValueError` for rows that `n` does not divide and for results without a dim to
+    join, and `TypeError` for results that are no tensors.
+
+    >>> predict = microbatched(lambda w, x: x @ w, 2)
+    >>> predict(torch.ones(3, 1), torch.ones(4, 3)).shape
+    torch.Size([4, 1])
+    """
+    if n < 1:
+        raise ValueError(f"microbatched: n must be a positive integer, got {n!r}.")
+
+    @functools.wraps(fn)
+    def run(params: Any, batch: Any) -> Any:
+        _check_no_gradient((params, batch))
+        leaves, treedef = tree.flatten(batch)
+        parts = [in_parts("microbatched", x, n) if isinstance(x, Tensor) else x for x in leaves]
+        draw = current_draw()
+        key = None if draw is None else fold_in(*draw)
+        once = None if current_trace() is not None else gather(params)
+
+        def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], Any, None]:
+            fresh = iter(mine)
+            rows = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
+            full = gather(params) if once is None else once
+            with phase(FORWARD), randomness(None if key is None else fold_in(key, index)):
+                return [], tree.tree_map(_checked_result, fn(full, rows)), None
+
+        with torch.no_grad(), axes_of(mesh_among(tree.leaves((params, batch), is_leaf=is_sharded))):
+            _, stacks, _ = loop(body, n, [x for x in parts if isinstance(x, Tensor)])
+            return tree.tree_map(lambda x: x.flatten(0, 1), stacks)
+
+    return run
+
+
+def _check_no_gradient(given: Any) -> None:
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(given)):
+        raise RuntimeError(
+            "microbatched: it computes no gradients, and its parameters or its batch require them. Write "
+            "zerofn.accumulate(state.value_and_grad(loss_fn), n)(batch) to train on microbatches; for a prediction, "
+            "call it under torch.no_grad(), or on x.detach()."
+        )
+
+
+def _checked_result(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"microbatched: fn returned a {type(x).__name__} where tensors are joined; return tensors.")
+    if x.dim() == 0:
+        raise ValueError(
+            "microbatched: fn returned a tensor without dims, and results are joined along dim 0. Return a value for "
+            "each row, or x.unsqueeze(0) for one of each part."
+        )
+    return x
