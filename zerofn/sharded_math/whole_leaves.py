@@ -21,6 +21,7 @@ def map_whole(rule: Callable[[Tensor], Tensor], values: Any) -> Any:
 
     Each unit of a `Sharded` is gathered in its own dtype: one all-gather a unit, with (N - 1) / N of its bytes
     received by each of N ranks, and none at stage 0; where ranks have slices of its leaves, one more along their axis.
+    Leaves on stages of a pipeline are whole there, and are not sent.
     A rank runs the rule on the leaves of which it has a part, and keeps that part of the result, without further
     communication. Not differentiable. All ranks must call it.
     """
@@ -32,7 +33,7 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
     for unit, shard in zip(values.layout.units, values.shards, strict=True):
         start, stop = values.spec.bounds(unit)
         cuts = [leaf.cuts for leaf in unit.leaves]
-        whole = whole_leaves(values.spec, unit, shard)
+        whole = whole_leaves(values.spec, unit, shard, across_stages=False)
         mine = {leaf.index for leaf, _, _ in unit.intervals(start, stop)}
         leaves = [
             sliced(rule(x), leaf.cuts, mesh) if leaf.index in mine else None
@@ -47,7 +48,7 @@ def _on_shards(rule: Callable[[Tensor], Tensor], values: Sharded) -> Sharded:
 
 def _needed(mine: Sequence[bool], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> Iterator[int]:
     """Yield leaves without a part here that are used all the same: a gather needs a user on every rank."""
-    for name in [None, *(axis.name for axis in mesh.slices)]:
+    for name in [None, *(axis.name for axis in mesh.slices if not axis.kind.stages)]:
         along = [k for k, each in enumerate(cuts) if name is None or any(cut.axis == name for cut in each)]
         if along and not any(mine[k] for k in along):
             yield along[0]

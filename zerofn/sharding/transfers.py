@@ -75,12 +75,22 @@ def stored_sum(spec: Spec, unit: Unit, part: Tensor) -> Tensor:
     return part
 
 
-def whole_leaves(spec: Spec, unit: Unit, x: Tensor) -> list[Tensor]:
+def whole_leaves(spec: Spec, unit: Unit, x: Tensor, *, across_stages: bool = True) -> list[Tensor]:
     """Return the whole leaves of a unit: [shard] on each rank -> [*leaf.whole] each, in one all-gather along each axis.
     Those that ranks have no slices of are views of the gathered unit. All ranks must call it.
+
+    `across_stages`: also those that lie on other stages of a pipeline; else these have no elements.
     """
     leaves = list(unravel(gather_unit(spec, unit, x), unit))
-    return assembled(leaves, [leaf.cuts for leaf in unit.leaves], spec.mesh)
+    cuts = [leaf.cuts if across_stages else _here(leaf.cuts, spec.mesh) for leaf in unit.leaves]
+    return assembled(leaves, cuts, spec.mesh)
+
+
+def _here(cuts: Sequence[Cut], mesh: Mesh) -> Sequence[Cut]:
+    """Return the cuts of a leaf within its stage: none on other stages, where it has nothing."""
+    stages = stage_cut(cuts)
+    there = stages is None or mesh.axis(stages.axis).rank in stages.holders
+    return [cut for cut in cuts if cut is not stages] if there else ()
 
 
 def assembled(slices: Sequence[Tensor], cuts: Sequence[Sequence[Cut]], mesh: Mesh) -> list[Tensor]:
