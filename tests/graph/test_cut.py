@@ -14,6 +14,7 @@ from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, fake_ranks, gathers, loss_of
 from tests.support.staged import Pipeline, layers_begin, staged
 from zerofn.comm.mesh import Mesh
+from zerofn.geometry import cuts as geometry
 from zerofn.geometry.cuts import on_stages
 from zerofn.graph import boundaries
 from zerofn.graph.boundaries import holders
@@ -24,6 +25,7 @@ from zerofn.graph.segments import Segments
 from zerofn.graph.stages import Stages
 from zerofn.parallel import tensor
 from zerofn.passes.recompute_activations import recompute_activations
+from zerofn.schedules import Placement
 
 ops = torch.ops.zerofn
 ROUNDS = 3
@@ -248,11 +250,14 @@ def test_a_part_that_torch_computes_again():
     assert crossings(found, 4) == [(1, 256)] * 6
 
 
+LINE = geometry.Pipeline(Placement("line", 2), "1f1b")
+
+
 def on_a_mesh(rank, **sizes):
     """What a rank captures, each leaf of which lies on one of two stages; and where they are."""
     leaves = {f"{3 * k}.{x}": (k // 2,) for k in range(4) for x in ("weight", "bias")}
     with fake_ranks(2 * sizes.get("data", 1), rank):
-        cuts = {name: (on_stages("pipe", 0, WIDTH, where, 2),) for name, where in leaves.items()}
+        cuts = {name: (on_stages(LINE, 0, WIDTH, where),) for name, where in leaves.items()}
         return layers_of(sharded={"mesh": Mesh.make(pipe=2, **sizes), "cuts": cuts}), leaves
 
 
@@ -284,7 +289,7 @@ def test_a_leaf_of_no_stage_has_its_gradient_where_it_is_used():
     bodies = []
     for rank in range(2):
         with fake_ranks(2, rank):
-            cuts = {k: (on_stages("pipe", 0, WIDTH, (int(k[0]) // 6,), 2),) for k in dict(module.named_parameters())}
+            cuts = {k: (on_stages(LINE, 0, WIDTH, (int(k[0]) // 6,)),) for k in dict(module.named_parameters())}
             bodies.append(staged(params, loss_fn, batch, ROUNDS, sharded={"mesh": Mesh.make(pipe=2), "cuts": cuts}))
     leaves = {k: cut.holders for k, (cut,) in cuts.items()}
     ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate(bodies))
@@ -310,7 +315,7 @@ def test_layers_that_are_cut_have_their_sums_within_a_piece():
             mesh, model = Mesh.make(pipe=2, tensor=2), build_of_mesh("llama")
             own = tensor(model, mesh)
             cuts = {
-                k: (*([own[k]] if k in own else []), on_stages("pipe", 0, x.shape[0], where[k], 2))
+                k: (*([own[k]] if k in own else []), on_stages(LINE, 0, x.shape[0], where[k]))
                 for k, x in params.items()
             }
             body = staged(

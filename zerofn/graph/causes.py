@@ -23,7 +23,8 @@ class Causes:
 
     `kind`: of every value, see above. `leaves`: the parameters that a `PARAM` value is computed from. `inputs`: what a
     node reads, with the last node before it that writes to each memory that it reads: writers need not have users.
-    `root`: see `alias.roots`. `written`: memory -> what writes to it, in order; `written_by`: the inverse.
+    `constant`: the values that are the same in every microbatch, of no parameter and never written, such as positions
+    and masks. `root`: see `alias.roots`. `written`: memory -> what writes to it, in order; `written_by`: the inverse.
 
     Memory that an activation is written to is one itself, and so is memory from outside that is written at all: both
     have one place, and what touches them runs once.
@@ -47,6 +48,8 @@ class Causes:
                 break
             fixed = acts
         self.fixed = fixed
+        free = (x for x in graph.nodes if x.op == "call_function" and self.kind[x] == FREE)
+        self.constant = {x for x in free if x not in self._varies and self.root[x] not in self.written}
 
     def _follow(
         self, graph: Graph, leaves: Mapping[Node, str], varying: Collection[Node], fixed: Collection[Node]
@@ -61,6 +64,7 @@ class Causes:
             is_act = self.root[node] in fixed or node not in leaves and any(self.kind[x] == ACT for x in inputs)
             self.kind[node] = ACT if is_act or own and node in varies else PARAM if own else FREE
             self.leaves[node] = own if self.kind[node] == PARAM else frozenset()
+        self._varies = varies
 
     def _union(self, nodes: Iterable[Node]) -> frozenset[str]:
         sets = {self.leaves[x] for x in nodes}

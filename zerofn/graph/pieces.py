@@ -58,12 +58,13 @@ class Plan:
     """What the pieces of one stage compute, receive and keep. `kinds`: of pieces, in order.
 
     A value without a stage is computed in the first piece that reads it, and kept for later ones; but views are taken
-    again, and so is what lies before the parameters: a unit may be gathered for each piece.
+    again, what lies before the parameters (a unit may be gathered for each piece), and what is the same in every
+    microbatch: kept, each microbatch under way would have its own.
     """
 
     def __init__(self, stages: Stages, stage: int, kinds: Mapping[str, set[Node]]) -> None:
         self.stages, self.region, self.stage = stages, stages.region, stage
-        self.before = _before(self.region.seams.leaves)
+        self.before = _before(self.region.seams.leaves) | self.region.causes.constant
         self.incoming = {x.value for x in stages.crossings if x.target == stage}
         self.outgoing = [x for x in stages.crossings if x.source == stage]
         self.made: dict[Node, str] = {}  # value -> the piece that makes or receives it
