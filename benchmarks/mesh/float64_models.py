@@ -57,12 +57,41 @@ VARIANTS = {  # the load-balance loss is right where zerofn.moe.experts has been
     ),
     "llama, 4 layers": lambda: _with(CONFIGS["llama"](), num_hidden_layers=4),
     "gpt2, 4 layers": lambda: _with(CONFIGS["gpt2"](), n_layer=4),
+    "gpt2, dropout": lambda: transformers.GPT2Config(
+        vocab_size=67, n_embd=24, n_layer=6, n_head=6, n_positions=32, bos_token_id=1, eos_token_id=2
+    ),
+    "mixtral, 6 layers, balanced": lambda: _with(VARIANTS["mixtral, balanced"](), num_hidden_layers=6),
+    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
+        **{**SMALL, "num_hidden_layers": 6},
+        **EXPERTS,
+        intermediate_size=36,
+        shared_expert_intermediate_size=18,
+        num_experts=6,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        image_size=8,
+        patch_size=2,
+        hidden_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        intermediate_size=35,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        num_labels=5,
+    ),
+    "llama, 6 layers": lambda: _with(CONFIGS["llama"](), num_hidden_layers=6),
+    "t5, 3 layers": lambda: _with(CONFIGS["t5"](), num_layers=3, num_decoder_layers=3),
+    "bert, 6 layers": lambda: _with(CONFIGS["bert"](), num_hidden_layers=6),
     "llama, tied": lambda: _with(CONFIGS["llama"](), tie_word_embeddings=True),
     "roberta": lambda: transformers.RobertaConfig(  # counts positions from its padding, tokens of which are in rows
         **{**CONFIGS["bert"]().to_dict(), "pad_token_id": 5, "is_decoder": True}
     ),
 }
-CLASSES = {"t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM"}  # the others are decoders
+CLASSES = {  # by the first word of a name; the others are decoders
+    "t5": "T5ForConditionalGeneration", "bert": "BertForMaskedLM", "vit": "ViTForImageClassification",
+}  # fmt: skip
 
 
 def _with(config, **values):
@@ -83,7 +112,9 @@ class _Torch(types.ModuleType):
 @contextlib.contextmanager
 def in_float64():
     """While this is entered, transformers' models get float64 where they ask for float32."""
-    names = "llama mistral gemma3 qwen3 mixtral qwen3_moe deepseek_v2 deepseek_v3 llama4 gpt2 t5 bert roberta"
+    names = (
+        "llama mistral gemma3 qwen3 mixtral qwen3_moe deepseek_v2 deepseek_v3 llama4 gpt2 t5 bert roberta qwen2_moe vit"
+    )
     for name in names.split():
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     found = [m for n, m in sys.modules.items() if n.startswith("transformers.") and vars(m).get("torch") is torch]
@@ -107,6 +138,9 @@ def in_float64():
 def build(name):
     """The model, in float64."""
     torch.manual_seed(0)
-    config, kind = (CONFIGS | VARIANTS)[name](), getattr(transformers, CLASSES.get(name, "AutoModelForCausalLM"))
+    config, kind = (
+        (CONFIGS | VARIANTS)[name](),
+        getattr(transformers, CLASSES.get(name.split(",")[0], "AutoModelForCausalLM")),
+    )
     made = getattr(kind, "from_config", None) or kind._from_config
     return made(config, attn_implementation="eager").double()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import statistics
 import sys
@@ -33,10 +34,13 @@ from matplotlib import pyplot
 LIMIT = 0.90  # of the best peer's time
 LOSS_TOLERANCE = 1e-3  # relative; systems sum in different orders
 MB = 1e6
+Found = dict[str, dict[str, list[dict[str, float]]]]  # cell -> row -> what each round measured
 
 
 class Runs:
     """How rows are started. `broken`: peers that do not run here, with the end of their error."""
+
+    worker = "benchmarks.mesh.worker"  # what runs a rank
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -46,7 +50,7 @@ class Runs:
     def ranks(self, row: str, world: int, steps: int, workload: str, preload: Path | None = None) -> list[dict]:
         """One run: what each rank measured."""
         python = self.options.peers_python if row.startswith("DeepSpeed") else self.options.zerofn_python
-        command = [*program(python, "benchmarks.mesh.worker"), row, "--world", str(world), "--steps", str(steps)]
+        command = [*program(python, self.worker), row, "--world", str(world), "--steps", str(steps)]
         command += ["--workload", workload, "--port", str(processes.free_port())]
         command += ["--preload", str(preload)] if preload else []
         alone = row == "reference"
@@ -76,7 +80,8 @@ class Runs:
             self._losses[world] = self.ranks("reference", world, steps, workload)[0]["losses"]
         ranks = self.ranks(row, world, steps, workload, self._imports(row, world))
         for step, losses in enumerate(zip(*(r["losses"] for r in ranks), strict=True)):
-            came, expected = statistics.fmean(losses), self._losses[world][step]
+            there = [x for x in losses if not math.isnan(x)]  # in a pipeline of some systems one rank has it
+            came, expected = statistics.fmean(there), self._losses[world][step]
             if not abs(came - expected) <= LOSS_TOLERANCE * abs(expected):
                 raise BenchmarkError(
                     f"{row}: the loss of step {step} is {came:.6f}, and plain torch has {expected:.6f}."
@@ -94,25 +99,31 @@ def cells(options: argparse.Namespace) -> list[tuple[int, str]]:
     return [(world, kind) for world in options.worlds for kind in PEERS[world]]
 
 
-def measure(runs: Runs, console: Console) -> dict[str, dict[str, list[dict[str, float]]]]:
+def measure(runs: Runs, console: Console) -> Found:
     """Every cell's rows, round by round."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for world, kind in cells(runs.options):
-        rows = [x for x in (*PEERS[world][kind], *ZEROFN[world][kind]) if x not in runs.broken]
-        cell = found[f"{kind}, {world} ranks"] = {row: [] for row in rows}
-        for number in range(runs.options.rounds):
-            shift = number % len(rows)
-            for row in rows[shift:] + rows[:shift]:
-                cell[row].append(runs.measured(row, world))
-                console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
-    return found
+    return {
+        f"{kind}, {world} ranks": rounds(runs, [*PEERS[world][kind], *ZEROFN[world][kind]], world, console)
+        for world, kind in cells(runs.options)
+    }
+
+
+def rounds(runs: Runs, rows: list[str], world: int, console: Console) -> dict[str, list[dict[str, float]]]:
+    """The rows of a cell that run here, round by round."""
+    rows = [x for x in rows if x not in runs.broken]
+    cell: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
+    for number in range(runs.options.rounds):
+        shift = number % len(rows)
+        for row in rows[shift:] + rows[:shift]:
+            cell[row].append(runs.measured(row, world))
+            console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
+    return cell
 
 
 def _of(rounds: list[dict[str, float]], what: str) -> list[float]:
     return [one[what] for one in rounds]
 
 
-def checks(found: dict[str, dict[str, list[dict[str, float]]]]) -> list[Check]:
+def checks(found: Found) -> list[Check]:
     """ZeroFn's fastest row of each cell beside the best peer: time and memory."""
     out = []
     for cell, rows in found.items():
@@ -142,7 +153,7 @@ def table(cell: str, rows: dict[str, list[dict[str, float]]], broken: dict[str, 
     return out
 
 
-def draw(found: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> None:
+def draw(found: Found, path: Path) -> None:
     """Milliseconds a step and memory, a row a cell."""
     figure, axes = pyplot.subplots(
         len(found), 2, figsize=(11, 0.9 + 1.5 * len(found)), layout="constrained", squeeze=False

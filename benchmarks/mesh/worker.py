@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common import measure
-from benchmarks.common.workload import WORKLOADS, batches
-from benchmarks.mesh.rows import builders
+from benchmarks.common.workload import WORKLOADS, Workload, batches
+from benchmarks.mesh import rows
 from benchmarks.step.worker import NUM_WARMUP_STEPS, answer, join, preload, timed_steps
 
 
-def run(options: argparse.Namespace) -> dict[str, object]:
+def run(
+    options: argparse.Namespace,
+    builders: Callable[[], dict[str, rows.Builder]] = rows.builders,
+    workloads: dict[str, Workload] = WORKLOADS,
+) -> dict[str, object]:
     preload(options.preload)
     alone = options.row == "reference"
     if not alone:
         join(options.rank, options.world, options.port)
-    work, num_steps = WORKLOADS[options.workload], NUM_WARMUP_STEPS + options.steps
+    work, num_steps = workloads[options.workload], NUM_WARMUP_STEPS + options.steps
     parts = [batches(work, rank, options.world, num_steps) for rank in range(options.world)]
     tokens = [torch.cat(each) for each in zip(*parts, strict=True)]
     imports, loaded = measure.memory_bytes("VmRSS"), set(sys.modules)

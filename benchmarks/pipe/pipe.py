@@ -1,0 +1,104 @@
+"""python -m benchmarks.pipe.pipe   (make bench): a step in a pipeline, in ZeroFn and in the systems that have them.
+
+The same Llama, tokens, AdamW and 8 microbatches everywhere: on 2 ranks, and as 2 x 2 ranks whose parameters are cut
+along the second axis, two to a core. Each round starts every system once, as fresh processes of one thread, in an order
+that rotates. A peer that does not run here is a row with its error. Writes JSON beside the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.common import report
+from benchmarks.common.check import Check
+from benchmarks.common.processes import HERE, BenchmarkError
+from benchmarks.common.statistic import ratio
+from benchmarks.mesh.mesh import Found, Runs, rounds, table
+from benchmarks.pipe.rows import PEERS, WORKLOADS, ZEROFN
+
+# (ranks, how the names of peers begin): milliseconds of ZeroFn's fastest row over their fastest's, at most
+TIME = {(2, "torch"): 1.00, (2, "DeepSpeed"): 0.90, (4, "torch"): 0.90}
+CELLS = {2: "pipe 2", 4: "pipe 2 x data 2"}
+
+
+class PipeRuns(Runs):
+    """How these rows are started."""
+
+    worker = "benchmarks.pipe.worker"
+
+
+def selected(world: int, only: str | None) -> list[str]:
+    """The rows of a cell that `only` names by part of their names, comma between; all without it."""
+    rows = [*PEERS[world], *ZEROFN[world]]
+    wanted = [part.strip().lower() for part in (only or "").split(",")]
+    return [row for row in rows if any(part in row.lower() for part in wanted)]
+
+
+def checks(found: Found) -> list[Check]:
+    """ZeroFn's fastest row of each cell beside the best peers: time, and memory of the worst rank."""
+    out = []
+    for (world, system), limit in TIME.items():
+        rows = found.get(CELLS[world], {})
+        ours = [row for row in rows if row.startswith("ZeroFn")]
+        theirs = [row for row in rows if row.startswith(system)]
+        if not ours or not theirs:
+            out.append(Check(f"{CELLS[world]}: ms/step, ZeroFn / {system}", "not measured", None, limit))
+            continue
+        mine = min(ours, key=lambda row: _median(rows, row, "ms"))
+        for what, name, most in (("ms", "ms/step", limit), ("beyond", "memory", 1.0)):
+            best = min(theirs, key=lambda row: _median(rows, row, what))
+            share = ratio([x[what] for x in rows[mine]], [x[what] for x in rows[best]])
+            told = f"{CELLS[world]}: {name}, {mine} / {best}"
+            out.append(Check(told, str(share), share.median, most, strict=what != "ms"))
+    return out
+
+
+def _median(rows: dict[str, list[dict[str, float]]], row: str, what: str) -> float:
+    return statistics.median(one[what] for one in rows[row])
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--rounds", type=int, default=5)
+    add("--steps", type=int, default=3, help="timed steps of a run, after two")
+    add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    add("--only", help="rows by part of their names, comma between")
+    add("--workload", choices=WORKLOADS, default="small")
+    add("--out", type=Path, default=HERE / "results" / "pipe.json")
+    add("--zerofn-python", default=sys.executable)
+    add("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options, console = arguments(), Console(width=150 if not sys.stdout.isatty() else None)
+    found: Found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = PipeRuns(options, Path(folder))
+        try:
+            for world in options.worlds:
+                rows = selected(world, options.only)
+                for row in rows:
+                    runs.try_out(row, world, console)
+                found[CELLS[world]] = rounds(runs, rows, world, console)
+        except BenchmarkError as error:
+            print(f"benchmark failed: {error}", file=sys.stderr)
+            return 1
+    for world in options.worlds:
+        console.print(table(CELLS[world], found[CELLS[world]], runs.broken, list(PEERS[world])))
+    held = checks(found)
+    console.print(report.check_table(held))
+    run = {"surroundings": report.surroundings(), "workload": options.workload, "cells": found, "broken": runs.broken}
+    return report.conclude(options.out, run, held, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
