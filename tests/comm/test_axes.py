@@ -66,6 +66,9 @@ def test_a_mesh_asks_the_table():
 # What is about one axis. All else asks `zerofn.comm.axes` for properties.
 NAME_AN_AXIS = {
     "zerofn.comm.axes": "is the table",
+    "zerofn.geometry.cuts": "says which stages have a leaf, along `pipe` by default",
+    "zerofn.parallel.pipe": "spreads a model along one",
+    "zerofn.parallel.model_parts": "spreads a model along one",
     "zerofn.parallel.tensor_parallel": "cuts layers along one",
     "zerofn.parallel.cross_entropy": "takes slices of logits, along `tensor` by default",
     "zerofn.parallel.context": "lets models compute parts of sequences, beside slices of heads",

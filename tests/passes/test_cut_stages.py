@@ -13,9 +13,9 @@ CASES = [
     ("llama", {"pipe": 2}, 0, "1f1b", 4),
     ("gpt2, 4 layers", {"pipe": 2}, 3, "zbv", 3),
     ("llama, 4 layers", {"pipe": 2, "data": 2}, 2, "interleaved", 3),
-    ("t5", {"pipe": 2}, 1, "zb-h1", 2),
 ]
 WHOLE = [
+    ("t5", {"pipe": 2}, 1, "zb-h1", 2),
     ("llama, 4 layers", {"pipe": 3}, 1, "1f1b", 4),
     ("llama, 4 layers", {"pipe": 4}, 3, "zb-h1", 6),
     ("llama, 4 layers", {"pipe": 2}, 3, "interleaved-zb", 1),
