@@ -67,6 +67,8 @@ def test_a_mesh_asks_the_table():
 NAME_AN_AXIS = {
     "zerofn.comm.axes": "is the table",
     "zerofn.geometry.cuts": "says which stages have a leaf, along `pipe` by default",
+    "zerofn.cost.pipelined": "runs the ranks of one beside each other",
+    "zerofn.planning.stages": "plans the ranks of one",
     "zerofn.parallel.pipe": "spreads a model along one",
     "zerofn.parallel.model_parts": "spreads a model along one",
     "zerofn.parallel.tensor_parallel": "cuts layers along one",
