@@ -29,7 +29,6 @@ from zerofn.schedules import Placement
 
 ops = torch.ops.zerofn
 ROUNDS = 3
-LINE = geometry.Pipeline(Placement("line", 2, 1), "1f1b")
 _TEXT = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _AUX = {"output_router_logits": True, "router_aux_loss_coef": 0.02, "experts_implementation": "batched_mm"}

@@ -147,3 +147,23 @@ def refused(kind):
 def test_what_is_refused_on_every_rank(ranks, kind, sentence):
     for told in ranks(2, refused, kind):
         assert re.search(sentence, told), told
+
+
+def with_skips(schedule, m, stage):
+    """Half precision with a loss scale that is too large at first; and what is not finite is so on the first stage."""
+
+    def loss(params, batch):
+        x = layer(params, 0, embedded(params, batch))
+        return (
+            cross_entropy(logits(params, x, range(1, LAYERS)).tanh().float(), batch) + 0.0 * x.float().square().mean()
+        )
+
+    create, given = {"loss_scale": zerofn.DynamicLossScale(2.0**24)}, params(dtype=torch.float32)
+    return both(schedule, m, stage, loss=loss, given=given, create=create, shards={"precision": "fp16"})
+
+
+@pytest.mark.parametrize(("schedule", "m", "stage"), [pytest.param("zbv", 3, 3, marks=whole)])
+def test_steps_that_are_skipped(ranks, schedule, m, stage):
+    found = ranks(2, with_skips, schedule, m, stage)
+    assert_same_on_all(found)
+    assert 0 < found[0][0][1]["skipped"] <= 2
