@@ -27,37 +27,45 @@ def zerofn_in(schedule: str, data: int = 1, stage: int = 3) -> Builder:
     """As a user writes it: stages are chosen by `zerofn.parallel.pipe`."""
 
     def build(work: Workload, rank: int, world: int) -> Row:
-        import zerofn
-
-        mesh = zerofn.Mesh.make(pipe=world // data, data=data)
-        model = zerofn.skeleton(work.module)
-
-        def loss_fn(params: Any, tokens: Any) -> Any:
-            batch = {"input_ids": tokens, "labels": tokens}
-            return torch.func.functional_call(model, params, (), batch).loss
-
-        def init_state() -> Any:
-            params = dict(work.module().named_parameters())
-            tx = zerofn.optim.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
-            return zerofn.TrainState.create(params=params, tx=tx)
-
-        def train_step(state: Any, tokens: Any) -> Any:
-            loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), MICROBATCHES)(tokens)
-            return state.apply_gradients(grads), loss
-
-        one = torch.zeros(1, work.seq, dtype=torch.long)
-        cuts = zerofn.parallel.pipe(model, mesh, loss_fn, one, schedule=schedule, microbatches=MICROBATCHES)
-        torch.manual_seed(SEED)
-        held = [zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)]
-        compiled = zerofn.compile(train_step)
+        held, compiled, own = begun(work, schedule, world // data, data, stage)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
-            held[0], loss = compiled(held[0], tokens.chunk(mesh.rows.size)[mesh.rows.rank])
+            held[0], loss = compiled(held[0], own(tokens))
             return loss
 
         return Row(step, lambda: measure.reachable_tensors(held[0]))
 
     return build
+
+
+def begun(
+    work: Workload, schedule: str, ranks: int, data: int = 1, stage: int = 3, microbatches: int = MICROBATCHES
+) -> tuple[list[Any], Any, Callable[[torch.Tensor], torch.Tensor]]:
+    """([first state], compiled step, what gives a rank its rows of all ranks' tokens)."""
+    import zerofn
+
+    mesh = zerofn.Mesh.make(pipe=ranks, data=data)
+    model = zerofn.skeleton(work.module)
+
+    def loss_fn(params: Any, tokens: Any) -> Any:
+        batch = {"input_ids": tokens, "labels": tokens}
+        return torch.func.functional_call(model, params, (), batch).loss
+
+    def init_state() -> Any:
+        params = dict(work.module().named_parameters())
+        tx = zerofn.optim.adamw(LEARNING_RATE, b1=BETAS[0], b2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY)
+        return zerofn.TrainState.create(params=params, tx=tx)
+
+    def train_step(state: Any, tokens: Any) -> Any:
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), microbatches)(tokens)
+        return state.apply_gradients(grads), loss
+
+    one = torch.zeros(1, work.seq, dtype=torch.long)
+    cuts = zerofn.parallel.pipe(model, mesh, loss_fn, one, schedule=schedule, microbatches=microbatches)
+    torch.manual_seed(SEED)
+    held = [zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)]
+    compiled = zerofn.compile(train_step)
+    return held, compiled, lambda tokens: tokens.chunk(mesh.rows.size)[mesh.rows.rank]
 
 
 class Part(torch.nn.Module):

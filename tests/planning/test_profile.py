@@ -1,6 +1,7 @@
 """A step measured, beside what was predicted."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def test_profiling_trains_two_steps():
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_all_of_a_step_is_accounted_for(num_microbatches):
+    before = time.time()
     _, found, _ = profiled(num_microbatches, here())
+    assert before <= found.began <= time.time() - sum(seconds for *_, seconds in found.nodes)
     for sums in (found.by_kind(), found.by_unit()):
         measured, predicted = (sum(x) for x in zip(*sums.values(), strict=True))
         assert measured == pytest.approx(sum(seconds for *_, seconds in found.nodes))

@@ -71,14 +71,15 @@ class Profile:
     """A measured step.
 
     `seconds`: its whole time, between other steps. `nodes`: (operation, start, seconds), from the start of the
-    step. `memory`: the most bytes allocated while each operation ran, beyond what is held all the time. `reserved`:
-    bytes that the allocator of a GPU held, None on the host.
+    step, which is at `began` seconds since the epoch. `memory`: the most bytes allocated while each operation ran,
+    beyond what is held all the time. `reserved`: bytes that the allocator of a GPU held, None on the host.
     """
 
     def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int], predicted: Timeline | None) -> None:
         self.plan, self.seconds, self.memory, self.predicted = plan, seconds, memory, predicted
         self.reserved = clock.reserved
         begin = clock.ticks[0][1]
+        self.began = begin / 1e9
         ends = [at for _, at in clock.ticks[1:]]
         self.nodes = [
             (node, (at - begin) / 1e9, (end - at) / 1e9) for (node, at), end in zip(clock.ticks, ends, strict=False)
