@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 from torch.func import functional_call
 
 import zerofn
@@ -9,6 +10,7 @@ from tests.support.small_steps import WIDTH, batch_of, build
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import pipe
+from zerofn.planning.plan_variants import _usual_cuts
 
 LAYERS, MICROBATCHES = 4, 4
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e8, host_memory=32e9,
@@ -25,30 +27,34 @@ def batch():
     return batch_of(rows=4 * MICROBATCHES)["x"]
 
 
-def step_on(mesh, **options):
-    """(train step, cuts) of a multilayer perceptron in two halves."""
-    model = zerofn.skeleton(partial(build, LAYERS))
-    loss_fn = lambda params, x: functional_call(model, params, (x,)).square().mean()  # noqa: E731
+MODEL = zerofn.skeleton(partial(build, LAYERS))
 
-    def train_step(state, x):
-        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), MICROBATCHES)(x)
-        return state.apply_gradients(grads), loss
 
+def loss_fn(params, x):
+    return functional_call(MODEL, params, (x,)).square().mean()
+
+
+def train_step(state, x):
+    loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), MICROBATCHES)(x)
+    return state.apply_gradients(grads), loss
+
+
+def cuts_on(mesh, **options):
+    """The multilayer perceptron in two halves."""
     halves = {"schedule": "1f1b", "stages": ["6"], "machine": HERE, **options}
-    return train_step, pipe(model, mesh, loss_fn, batch(), **halves) if halves["schedule"] else None
+    return pipe(MODEL, mesh, loss_fn, batch(), **halves)
 
 
-def planned(sizes, **options):
+def planned(sizes, given=True, **options):
     mesh = Mesh.planned(sizes)
-    train_step, cuts = step_on(mesh, **options)
+    cuts = cuts_on(mesh, **options) if given else None
     return zerofn.plan(train_step, init_state, batch(), mesh=mesh, cuts=cuts, **OPTIONS)
 
 
 def of_rank():
     """What the step's own plan says on this rank."""
     mesh = Mesh.make(pipe=2)
-    train_step, cuts = step_on(mesh)
-    state = zerofn.shard(init_state, stage=3, mesh=mesh, cuts=cuts)
+    state = zerofn.shard(init_state, stage=3, mesh=mesh, cuts=cuts_on(mesh))
     plan = zerofn.compile(train_step).lower(state, batch())
     return plan.memory().peak, plan.sent_along["pipe"]
 
@@ -63,3 +69,20 @@ def test_each_stage_is_planned_as_its_rank_plans_it(ranks):
     text = table.text()
     assert "1f1b, 2 stages, 4 microbatches" in text and "rank 1 along pipe: stage 1, 544 parameters" in text
     assert row.json()["pipeline"]["ranks"][1]["stages"] == (1,)
+
+
+def test_a_step_without_cuts_gets_those_of_pipe():
+    """With the microbatches that it has, and the balance and schedule that they ask for."""
+    (own,) = planned({"pipe": 2}, given=False)
+    (row,) = planned({"pipe": 2}, schedule="auto", stages=None, microbatches=MICROBATCHES)
+    assert own.pipelined == row.pipelined and own.config == row.config
+
+
+def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
+    mesh = Mesh.planned({"pipe": 2, "tensor": 2})
+    assert _usual_cuts(mesh).endswith("pipe(model, mesh, loss_fn, batch, cuts=zerofn.parallel.tensor(model, mesh))")
+
+
+def test_a_model_of_fewer_parts_than_stages_is_refused():
+    with pytest.raises(ValueError, match="pipe=6: the model has 4 parts that may begin a stage"):
+        zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 6}, **OPTIONS)

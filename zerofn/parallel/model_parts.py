@@ -30,6 +30,7 @@ from ..passes._context import Context
 from ..schedules import Costs, Placement
 from ..schedules.balance import Part, balance
 from ..sharding.partition import Partition
+from ..sharding.precision import resolve
 from ..sharding.shard import initial, shard_fake
 from ..training.train_state import TrainState
 from ..util.errors import nearest
@@ -57,7 +58,6 @@ def captured_microbatch(
 ) -> Loop:
     """Return the loop of a step with one microbatch, all of whose leaves lie on stage 0."""
     machine = FakeMachine(False, 1.0, 1.0)
-    probe = Pipeline(Placement("line", mesh.size(PIPE)), "1f1b")
 
     def fake(x: Any) -> Any:
         return machine.zeros(tuple(x.shape), x.dtype, torch.device("cpu")) if isinstance(x, Tensor) else x
@@ -70,25 +70,42 @@ def captured_microbatch(
         loss, grads = state.value_and_grad(scalar)(batch)
         return state.apply_gradients(grads), loss
 
+    with machine():
+        start = {name: nn.Parameter(fake(x), requires_grad=x.requires_grad) for name, x in params.items()}
+        state = initial(TrainState.create(params=start, tx=sgd(0.0)), resolve(None))
+        (loop,) = captured_loops(step, state, tree.tree_map(fake, batch), mesh, cuts)
+    return loop
+
+
+def captured_loops(
+    train_step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Mesh, cuts: Mapping[str, Any], **options: Any
+) -> list[Loop]:
+    """Return the loops over microbatches of a step, all of whose leaves lie on stage 0. In a fake machine.
+
+    `state`: the whole first state; `options`: as for `Partition.zero`.
+    """
+    probe = Pipeline(Placement("line", mesh.size(PIPE)), "1f1b")
     # As the first rank of its pipeline, where all leaves are: so every rank captures the same.
     first = (replace(x, rank=0, group=f"{FAKE}{PIPE}") if x.name == PIPE else x for x in mesh.axes)
     mesh = Mesh(tuple(first))
-    with machine():
-        start = {name: nn.Parameter(fake(x), requires_grad=x.requires_grad) for name, x in params.items()}
-        on_first = {
-            name: (*cuts.get(name, ()), on_stages(probe, 0, x.shape[0], [0])) for name, x in params.items() if x.dim()
-        }
-        partition = Partition.zero(mesh, 3, cuts=on_first)
-        state = TrainState.create(params=start, tx=sgd(0.0))
-        state = shard_fake(initial(state, partition.precision), partition, lambda name: name)
-        program, _ = captured(step, state, tree.tree_map(fake, batch))
-        context = Context(usual_for(program.gm), program.num_ranks, program.mesh)
-        program.context = context
-        for each in standard():
-            if each.name in _FORMS:
-                each(program)
-    (loop,) = pipelines(program)
-    return loop
+    on_first = {
+        name: (*cuts.get(name, ()), on_stages(probe, 0, shape[0], [0]))
+        for name, shape in shapes_of(state.params).items()
+        if shape
+    }
+    partition = Partition.zero(mesh, 3, cuts=on_first, **options)
+    program, _ = captured(train_step, shard_fake(state, partition, lambda name: name), batch)
+    program.context = Context(usual_for(program.gm), program.num_ranks, program.mesh)
+    for each in standard():
+        if each.name in _FORMS:
+            each(program)
+    return pipelines(program)
+
+
+def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters by name."""
+    leaves, treedef = tree.flatten(params)
+    return {name: tuple(x.shape) for name, x in zip(tree.field_names(treedef), leaves, strict=True)}
 
 
 def _is_number(x: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -14,12 +14,13 @@ from ..comm.mesh import Mesh
 from ..cost.machine import Machine, machine_of
 from ..cost.simulator import Lanes, usual_for
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
+from ..graph.pipelines import Loop
 from ..job.agreement import exchange
 from ..schedules import NAMES, Costs, best, make
 from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.sizes import in_words, time_in_words
-from .model_parts import Parts, StageRow, Way, captured_microbatch
+from .model_parts import Parts, StageRow, Way, captured_microbatch, shapes_of
 
 AUTOMATIC = ("1f1b", "interleaved", "zbv")  # one schedule of each placement, in which all others of it are tried
 MICROBATCHES = 4  # a rank, if nobody says how many there will be
@@ -93,13 +94,39 @@ def pipe(
     _check_schedule(schedule, chunks, stages)
     params = dict(model.named_parameters())
     loop = captured_microbatch(params, mesh, loss_fn, batch, given)
-    lanes = Lanes(machine_of(machine) if machine is not None else usual_for(loop.call.body), mesh.num_ranks, mesh=mesh)
-    number = microbatches or MICROBATCHES * num_ranks
-    ways = list(_ways(Parts(loop.region(), lanes), mesh, schedule, chunks, stages, number))
+    where = machine_of(machine) if machine is not None else usual_for(loop.call.body)
+    asked = Asked(schedule, chunks, stages, microbatches or MICROBATCHES * num_ranks)
+    return into_stages(loop, mesh, where, asked, given, shapes_of(params))
+
+
+class Asked(NamedTuple):
+    """Arguments of `pipe`."""
+
+    schedule: str
+    chunks: int | None
+    stages: Sequence[str] | None
+    microbatches: int
+
+
+def into_stages(
+    loop: Loop,
+    mesh: Mesh,
+    machine: Machine,
+    asked: Asked,
+    given: Mapping[str, tuple[Cut, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> StageCuts:
+    """Return the cuts of a model into stages. `loop`: over its microbatches, all of whose leaves lie on stage 0;
+    `given`: cuts over other axes; `shapes`: of parameters, by name.
+    """
+    parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh))
+    ways = list(_ways(parts, mesh, asked))
     costs = {way.placement: way.costs for way in ways}
-    placement = best(costs, number).schedule.placement if len(ways) > 1 else ways[0].placement
-    pipeline, way = Pipeline(placement, schedule, costs[placement]), next(x for x in ways if x.placement == placement)
-    shapes = {name: tuple(x.shape) for name, x in params.items()}
+    placement = best(costs, asked.microbatches).schedule.placement if len(ways) > 1 else ways[0].placement
+    pipeline, way = (
+        Pipeline(placement, asked.schedule, costs[placement]),
+        next(x for x in ways if x.placement == placement),
+    )
     own = {
         name: (*given.get(name, ()), on_stages(pipeline, 0, shapes[name][0], lies))
         for name, lies in way.leaves.items()
@@ -108,17 +135,18 @@ def pipe(
     return StageCuts({**given, **own}, pipeline, way.rows(shapes))
 
 
-def _ways(
-    parts: Parts, mesh: Mesh, schedule: str, chunks: int | None, stages: Sequence[str] | None, microbatches: int
-) -> Iterator[Way]:
+def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
     """Yield the model cut for each placement that the schedule may have."""
-    names = AUTOMATIC if schedule == AUTO else (schedule,)
-    placements = [make(name, mesh.size(PIPE), 1, chunks).placement for name in names]
+    names = AUTOMATIC if asked.schedule == AUTO else (asked.schedule,)
+    placements = [make(name, mesh.size(PIPE), 1, asked.chunks).placement for name in names]
     few = [x for x in dict.fromkeys(placements) if x.num_stages <= len(parts.names)]
     if not few:
         raise ValueError(_too_few(min(x.num_stages for x in placements), parts.names))
     for placement in few:
-        begins = parts.balanced(placement, microbatches) if stages is None else parts.named(stages, placement)
+        if asked.stages is None:
+            begins = parts.balanced(placement, asked.microbatches)
+        else:
+            begins = parts.named(asked.stages, placement)
         way = Way(parts, placement, begins)
         way.costs = _agreed(mesh, way.costs)
         yield way

@@ -15,7 +15,7 @@ from .. import passes, tree
 from .._torch_compat import storage_key
 from ..capture.capture import CaptureError
 from ..capture.checked_capture import captured
-from ..comm.axes import KINDS
+from ..comm.axes import KINDS, PIPE
 from ..comm.current_mesh import as_rank, unlike_work
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
@@ -24,6 +24,7 @@ from ..geometry.cuts import Cut
 from ..graph.edit import copied
 from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
+from ..parallel.pipe import StageCuts
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
 from ..schedules import Schedule
@@ -35,7 +36,7 @@ from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
 from .plan_row import Config, Needs, Row, lacking
-from .stages import as_stages, pipelined, schedule_of
+from .stages import as_stages, has_stages, pipelined, schedule_of, stages_of_step
 
 T = TypeVar("T")
 
@@ -112,10 +113,15 @@ class Initial:
         return self._known[key][1]
 
 
-def _usual_cuts(mesh: Mesh) -> str:
-    """Return code that makes cuts on a mesh."""
+def _usual_cuts(mesh: Mesh, written: str = "") -> str:
+    """Return code that makes cuts on a mesh. `written`: those over all axes but `pipe`, where they are not the usual
+    ones.
+    """
     known = [kind for kind in reversed(KINDS.values()) if kind.cuts]  # the innermost axis first
-    return " | ".join(kind.cuts for kind in known if mesh.size(kind.name) > 1) or known[0].cuts
+    others = written or " | ".join(kind.cuts for kind in known if not kind.stages and mesh.size(kind.name) > 1)
+    if mesh.stages.size == 1:
+        return others or known[0].cuts
+    return f"{KINDS[PIPE].cuts.removesuffix(')')}, cuts={others})" if others else KINDS[PIPE].cuts
 
 
 def listed(x: Any) -> list[Any]:
@@ -180,6 +186,17 @@ class RowPlanner:
         self._written, self._initials = machine_argument, initials
         tensors = [x for x in tree.leaves(step.batch) if isinstance(x, Tensor)]
         self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
+        if mesh.stages.size > 1 and not has_stages(step.cuts):
+            self._step = step._replace(cuts=self._into_stages())
+
+    def _into_stages(self) -> StageCuts:
+        """Return the cuts of the step, with those into stages."""
+        step, m, fake = self._step, self._machine, self._fake
+        precision = halves(m) if m.device != "cpu" else None
+        with fake():
+            state = self._initials.of(step.init_state, resolve(precision))
+            batch, *_ = self._scaled(fake, self.num_rows)
+            return stages_of_step(step.train_step, state, batch, self._mesh, m, step.cuts, precision)
 
     def rows(self, asked: Asked) -> Iterator[Row]:
         """Plan every configuration that is asked for, and what does not fit with recomputation too."""
@@ -192,7 +209,7 @@ class RowPlanner:
 
     def configs(self, asked: Asked) -> Iterator[Config]:
         """Return every configuration that is asked for."""
-        cuts = (self._step.written or _usual_cuts(self._mesh)) if self._step.cuts else ""
+        cuts = _usual_cuts(self._mesh, self._step.written) if self._step.cuts else ""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
                 if self._step.again and asked.stage == ALL and config.stage != STAGES[-1]:

@@ -62,6 +62,8 @@ def plan(
         cuts = zerofn.parallel.tensor(model, mesh)
         table = zerofn.plan(train_step, init_state, batch, mesh=mesh, cuts=cuts)
 
+    Over `pipe` the model is cut as by `parallel.pipe` if `cuts` do not say how; `row.pipelined` has all stages.
+
     `mesh="auto"` plans on all meshes that may be the fastest one; `table.left_out` says which are not, and why. Each
     needs a model of its own, so `train_step` is then a function of a mesh that returns (train step, cuts or None), and
     for a mesh with an axis `context` (train step, cuts or None, batch), with a rank's part of the sequences of `batch`.

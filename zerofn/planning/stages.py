@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..comm.axes import BETWEEN, PIPE
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from ..cost.op_timer import measured
 from ..cost.pipelined import simulated
+from ..geometry.cuts import AUTO, Cut, stage_cut
 from ..graph.pipelines import pipelines
 from ..graph.program import Program, ShardedInput
+from ..parallel.model_parts import captured_loops, shapes_of
+from ..parallel.pipe import Asked, StageCuts, into_stages
 from ..schedules import Schedule
 from .plan import Plan
 from .plan_row import OfStages, Pipelined
@@ -25,6 +29,36 @@ def as_stages(mesh: Mesh) -> list[Mesh]:
         Mesh(tuple(replace(x, rank=rank) if x.name == PIPE else x for x in mesh.axes))
         for rank in range(mesh.stages.size)
     ]
+
+
+def has_stages(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> bool:
+    """Return whether cuts say which leaves lie on which stage."""
+    return any(stage_cut([x] if isinstance(x, Cut) else x) is not None for x in (cuts or {}).values())
+
+
+def stages_of_step(
+    train_step: Callable[[Any, Any], Any],
+    state: Any,
+    batch: Any,
+    mesh: Mesh,
+    machine: Machine,
+    cuts: Mapping[str, Cut | Sequence[Cut]] | None,
+    precision: Any,
+) -> StageCuts:
+    """Return the cuts of a step's model into the stages of a mesh, in a fake machine. `state`: the whole first state;
+    `cuts`: those over other axes.
+
+    Raises `ValueError` for a step that has several losses, or none, and for a model with too few parts.
+    """
+    given = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
+    loops = captured_loops(train_step, state, batch, mesh, given, precision=precision)
+    if len(loops) != 1:
+        raise ValueError(
+            f"pipe: the step computes gradients {len(loops)} times; give cuts=zerofn.parallel.pipe(model, mesh, "
+            "loss_fn, batch)."
+        )
+    asked = Asked(AUTO, None, None, loops[0].call.rounds)
+    return into_stages(loops[0], mesh, machine, asked, given, shapes_of(state.params))
 
 
 def schedule_of(program: Program) -> Schedule | None:
