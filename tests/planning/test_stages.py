@@ -1,5 +1,6 @@
 """Plans of pipelines that are not there, beside real ranks and the simulation of their schedule."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -86,3 +87,15 @@ def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
 def test_a_model_of_fewer_parts_than_stages_is_refused():
     with pytest.raises(ValueError, match="pipe=6: the model has 4 parts that may begin a stage"):
         zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 6}, **OPTIONS)
+
+
+def test_auto_says_where_stages_are_not_tried():
+    shallow = {**OPTIONS, "machine": dataclasses.replace(HERE, nodes=2, ranks=1), "stage": 1}
+    table = zerofn.plan(lambda mesh: (train_step, None), init_state, batch(), mesh="auto", **shallow)
+    assert {row.config.grid for row in table} == {"data=2", "pipe=2"}
+    once = lambda state, x: (state.apply_gradients(state.value_and_grad(loss_fn)(x)[1]), None)  # noqa: E731
+    told = zerofn.plan(lambda mesh: (once, None), init_state, batch(), mesh="auto", **shallow).left_out
+    assert "pipe 2: 50% of a step idle at 1 microbatch; from 4 on it is tried." in told
+    near = {**OPTIONS, "stage": 1}
+    told = zerofn.plan(lambda mesh: (once, None), init_state, batch(), mesh="auto", world=2, **near).left_out
+    assert any(x.startswith("pipe 2: stages on parts of a node") and "--mesh pipe=2,data=1" in x for x in told)

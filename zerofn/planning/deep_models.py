@@ -66,7 +66,7 @@ class Estimator:
         bound = max(busy, key=busy.__getitem__, default=more.bound)
         found = Estimate(self._few, self._more, seconds, sent, bound, self._num_batches)
         lacks = lacking(needs, self._machine, self._planners[0].ranks_of_node)
-        return Row(few.config, needs, lacks, None, few.tokens, few.unit, found)
+        return Row(few.config, needs, lacks, None, few.tokens, few.unit, found, microbatches=few.microbatches)
 
     def _device(self, few: Memory, more: Memory) -> int:
         """Return the bytes of the peak. It is where most activations wait, or most gradients, or at the end, and each

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ..comm.axes import CONTEXT, EXPERT, KINDS, REPLICATE, TENSOR, USUAL
+from ..comm.axes import CONTEXT, EXPERT, KINDS, PIPE, REPLICATE, TENSOR, USUAL
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from .plan_row import Row
@@ -43,6 +43,7 @@ def rows_of_meshes(
     experts = _plan_experts(plan, search, world, within, told)
     for expert in experts:
         _plan_context(plan, search, expert, min(world, per_node), within, told)
+    _plan_stages(plan, search, world, per_node, told)
     search.settle()
     if beyond and not search.fits:
         plan({EXPERT: expert, TENSOR: n} for expert in experts for n in beyond)
@@ -83,6 +84,29 @@ def _plan_experts(
     return found
 
 
+def _plan_stages(
+    plan: Callable[[Iterable[Sizes]], None], search: Search, world: int, per_node: int, told: list[str]
+) -> None:
+    """Plan shapes with stages on whole nodes, where a step has microbatches for two rounds of them or more.
+
+    Within a node links carry what units gather while it computes, and ranks of stages idle besides.
+    """
+    sizes = [n for n in range(2, world + 1) if world % n == 0]
+    whole = [n for n in sizes if world % per_node == 0 and world // per_node % n == 0]
+    if parts := [n for n in sizes if n not in whole]:
+        told.append(
+            f"{several(PIPE, parts)}: stages on parts of a node send less over links that are fast, and idle; "
+            f"--mesh pipe={parts[0]},data={world // parts[0]} plans one."
+        )
+    number = search.microbatches
+    for n in (n for n in whole if number < 2 * n):
+        told.append(
+            f"{PIPE} {n}: {(n - 1) / (number + n - 1):.0%} of a step idle at {number} microbatch{'es' * (number > 1)}; "
+            f"from {2 * n} on it is tried."
+        )
+    plan({PIPE: n} for n in whole if number >= 2 * n)
+
+
 def _plan_context(
     plan: Callable[[Iterable[Sizes]], None],
     search: Search,
@@ -115,7 +139,8 @@ def meshes(world: int, per_node: int, shapes: Iterable[Sizes]) -> Iterator[dict[
         inner = math.prod(shape.values())
         if world % inner:
             continue
-        for replicate in (1, *_nodes(world, per_node, inner)):
+        replicas = () if shape.get(PIPE, 1) > 1 else _nodes(world, per_node, inner)
+        for replicate in (1, *replicas):
             given = {**shape, REPLICATE: replicate, USUAL: world // inner // replicate}
             yield {name: given.get(name, 1) for name in KINDS}
 

@@ -182,7 +182,8 @@ def _numbered(stages: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train. `pipelined`: what is known of its stages, if the mesh has several.
+    """One way to train. `pipelined`: what is known of its stages, if the mesh has several. `microbatches`: over which a
+    step accumulates.
 
     `plan`: of the rank that needs the most. None if the state alone is too large, and nothing else was tried; and for
     an `estimate`. `lacks`: what the machine has too little of, empty if it fits.
@@ -196,6 +197,7 @@ class Row:
     unit: str = "rows"
     estimate: Estimate | None = None
     pipelined: Pipelined | None = None
+    microbatches: int = 1
 
     @property
     def fits(self) -> bool:

@@ -22,6 +22,7 @@ from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
 from ..geometry.cuts import Cut
 from ..graph.edit import copied
+from ..graph.nested import calls, repeat
 from ..graph.program import Program
 from ..offload.drive_tensor import DriveTensor
 from ..parallel.pipe import StageCuts
@@ -176,6 +177,7 @@ class _Prepared(NamedTuple):
     unit: str
     mesh: Mesh
     schedule: Schedule | None
+    microbatches: int
 
 
 class RowPlanner:
@@ -318,7 +320,8 @@ class RowPlanner:
             program.name = self._step.name
             pipeline = passes.pipeline(program.new_state is not None)
             pipeline.prepare(program, m)
-        return _Prepared(program, pipeline, fake, needs, tokens, unit, mesh, schedule_of(program))
+            number = max((call.rounds for node, call in calls(program.gm) if node.target is repeat), default=1)
+        return _Prepared(program, pipeline, fake, needs, tokens, unit, mesh, schedule_of(program), number)
 
     def _row(self, config: Config, found: _Prepared, program: Program) -> Row:
         """Schedule a prepared program."""
@@ -332,7 +335,8 @@ class RowPlanner:
             plan = Plan(program, m, found.fake)
         memory = plan.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
-        return Row(config, needs, lacking(needs, m, self.ranks_of_node), plan, found.tokens, found.unit)
+        lacks = lacking(needs, m, self.ranks_of_node)
+        return Row(config, needs, lacks, plan, found.tokens, found.unit, microbatches=found.microbatches)
 
     def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
         return pipeline.decide(program, memory=self._budget(remat), remat=None if remat == BUDGET else remat)

@@ -31,7 +31,8 @@ def _with_cut_again(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
 
 def _shape(sizes: Sizes) -> Sizes:
     """Return the sizes of the axes of several ranks for which a model is changed, in the order of the mesh."""
-    return {name: sizes[name] for name, kind in KINDS.items() if kind.changes_model and sizes.get(name, 1) > 1}
+    changing = [name for name, kind in KINDS.items() if kind.changes_model or kind.stages]
+    return {name: sizes[name] for name in changing if sizes.get(name, 1) > 1}
 
 
 def _cut_by(kind: AxisKind) -> str:
@@ -73,6 +74,11 @@ class Search:
     def sorted(self) -> list[Row]:
         """Return all rows, the fastest that fit first."""
         return sorted(self.rows, key=lambda row: (not row.fits, -row.speed, row.needs.device))
+
+    @property
+    def microbatches(self) -> int:
+        """Return how many microbatches a step has, as far as it was planned."""
+        return max((row.microbatches for row in self.rows), default=1)
 
     def takes(self, sizes: Sizes) -> bool:
         """Return whether the model has not refused such sizes of the axes for which it is changed."""
@@ -162,6 +168,11 @@ class Search:
         if not is_deep(step, asked.remat):
             return planner.ways if asked.remat == ALL else lambda config: iter([planner.row(config)])
         assert step.layers is not None
+        if mesh.stages.size > 1:
+            raise ValueError(
+                f"{step.layers.number} layers are not estimated by fewer of them in stages; "
+                f"--mesh {','.join(f'{x.name}={x.size}' for x in mesh.axes if x.size > 1)} plans all."
+            )
         self._depths[(*depths_of(step.layers), step.layers.number)] = None
         estimator = Estimator(step, mesh, self._machine, self._written, self._initials)
         return lambda config: estimator.rows(config, asked.remat)
@@ -171,7 +182,7 @@ class Search:
         cuts = (step.cuts or {}).values()
         along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
         for axis in mesh.slices:
-            if axis.name not in along:
+            if axis.name not in along and not axis.kind.stages:  # the planner makes those
                 raise ValueError(f"no leaf is cut over it; a model is, by cuts={_cut_by(axis.kind)}.")
         parts = mesh.tokens.size
         if parts == 1:
