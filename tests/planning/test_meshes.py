@@ -464,7 +464,7 @@ def test_shards_are_cut_over_replicas_where_they_do_not_fit_without():
     for memory, tried in ((least, {False}), (least - 1, {False, True})):
         rows = [x for x in auto(two_nodes, memory=memory, stage=3, remat=None) if x.config.sizes == sizes]
         assert {row.config.again for row in rows} == tried
-        assert {row.cells()[1] for row in rows} == {"3 hpz" if hpz else "3" for hpz in tried}
+        assert {row.cells()[2] for row in rows} == {"3 hpz" if hpz else "3" for hpz in tried}
     away = auto(two_nodes, memory=least - 1, stage=3, remat=None, offload=zerofn.Offload(params="nvme"))
     assert not any(row.config.again for row in away)  # it has no effect beside offloaded parameters
 
