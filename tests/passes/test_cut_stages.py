@@ -24,6 +24,7 @@ WHOLE = [
     ("llama", {"pipe": 2, "context": 2}, 2, "1f1b", 3),
     ("mixtral", {"pipe": 2, "expert": 2}, 3, "zb-h1", 3),
     ("mixtral", {"pipe": 2}, 0, "1f1b", 3),
+    ("mixtral, balanced", {"pipe": 2, "expert": 2}, 0, "1f1b", 1),  # a transfer's result is what crosses
     ("bert", {"pipe": 2}, 3, "gpipe", 4),
     ("llama, 2 key heads", {"pipe": 2, "data": 2, "tensor": 2}, 3, "1f1b", 3),
 ]

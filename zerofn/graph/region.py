@@ -181,9 +181,12 @@ class Region:
 
 
 def is_large_view(node: Node) -> bool:
-    """Return whether a node is a view that is no smaller than what it views."""
-    value = tensor_of(node)
-    if value is None or node.target is operator.getitem or not is_view(node):
+    """Return whether a node is a view that is no smaller than what it views. The end of a transfer is none: where it
+    was read, and not where the transfer is, a handle would be sent that only its own rank can wait for.
+    """
+    value, start = tensor_of(node), start_of(node)
+    ends = start is not None and start.op == "call_function"
+    if value is None or ends or node.target is operator.getitem or not is_view(node):
         return False
     viewed = tensor_of(sources(node)[0])
     return viewed is not None and value.nbytes >= viewed.nbytes
