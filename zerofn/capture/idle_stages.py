@@ -17,7 +17,8 @@ def warn_of_idle_stages(program: Program, name: str) -> None:
     It is simulated, with the costs that go with the cuts, else with stages that take equally long.
     """
     for loop in pipelines(program):
-        if loop.call.rounds > 1 or program.mesh is None or program.mesh.stages.rank:
+        used = {stage for stages in loop.leaves.values() for stage in stages}
+        if loop.call.rounds > 1 or len(used) < 2 or program.mesh is None or program.mesh.stages.rank:
             continue
         placement = loop.pipeline.placement
         costs = loop.pipeline.costs or Costs.even(placement.num_stages)
