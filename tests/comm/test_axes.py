@@ -69,6 +69,7 @@ NAME_AN_AXIS = {
     "zerofn.geometry.cuts": "says which stages have a leaf, along `pipe` by default",
     "zerofn.cost.pipelined": "runs the ranks of one beside each other",
     "zerofn.planning.stages": "plans the ranks of one",
+    "zerofn.planning.plan_variants": "writes the call that spreads a model along one",
     "zerofn.parallel.pipe": "spreads a model along one",
     "zerofn.parallel.model_parts": "spreads a model along one",
     "zerofn.parallel.tensor_parallel": "cuts layers along one",

@@ -134,8 +134,10 @@ def test_leaves_without_elements(ranks, tmp_path, sizes, given):
     "sizes",
     [
         {"tensor": 3},
-        {"pipe": 2, "data": 2},
-        *(pytest.param(x, marks=pytest.mark.whole) for x in ({"tensor": 2}, {"data": 2, "tensor": 2}, {"pipe": 3})),
+        *(
+            pytest.param(x, marks=pytest.mark.whole)
+            for x in ({"tensor": 2}, {"data": 2, "tensor": 2}, {"pipe": 3}, {"pipe": 2, "data": 2})
+        ),
     ],
     ids=str,
 )

@@ -59,9 +59,10 @@ def planned_and_measured(schedule, stage, **options):
     return trained.plan.memory().total, measured, trained.params()
 
 
-CASES = [("1f1b", 3), pytest.param("zb-h1", 1, marks=pytest.mark.whole)]
+CASES = [("1f1b", 3), ("zb-h1", 1)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("schedule", "stage"), CASES)
 def test_the_peak_of_each_stage_is_the_planned_one(ranks, schedule, stage):
     given = {"free": {}, "full": {"remat": "full"}}
