@@ -4,8 +4,12 @@ import itertools
 import random
 
 import pytest
+import torch
 
-from zerofn.graph.segments import FINER, STEP, LiveRange, _bytes, _least, joined
+import zerofn
+from tests.support.small_steps import captured, step_with
+from zerofn.graph.phase import FORWARD, phase_of
+from zerofn.graph.segments import FINER, RECEIVED, STEP, LiveRange, Segments, _bytes, _least, joined
 
 
 def starts_of(numbers):
@@ -111,3 +115,24 @@ def test_nothing_and_one():
     assert joined([], 1) == [0]
     assert joined([LiveRange(0, 0, 5, True)], 1) == [0]
     assert len(joined([], 5)) == 5
+
+
+def test_what_a_stage_receives_stays():
+    """Where a segment is of several layers, a stage of a pipeline may begin within it."""
+
+    def loss_fn(params, x):
+        for _ in range(3):
+            x = x + torch.tanh(x @ params["w"])
+        return x.square().mean()
+
+    created = zerofn.TrainState.create(params={"w": torch.ones(8, 8)}, tx=zerofn.optim.sgd(0.1))
+    state = zerofn.shard(created)  # one leaf, so one segment
+    graph = captured(step_with(loss_fn), state, torch.ones(4, 8)).gm.graph
+    before = Segments(graph)
+    sums = [x for x in graph.nodes if x.target is torch.ops.aten.add.Tensor and phase_of(x) == FORWARD]
+    last = before.memory([x for x in graph.nodes if x.target is torch.ops.aten.tanh.default][-1])
+    assert set(sums[:2]) <= set(before.missing(last, {last, *sums}))
+    sums[1].meta[RECEIVED] = True
+    after = Segments(graph)
+    assert sums[1] not in after.activations
+    assert not set(sums[:2]) & set(after.missing(last, {last, *sums}))

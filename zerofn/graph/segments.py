@@ -21,6 +21,8 @@ from .node_kinds import arguments, is_start
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
 
+RECEIVED = "received"  # a meta key of values of the forward pass that a stage of a pipeline receives
+
 
 def is_not_kept(node: Node) -> bool:
     """Return whether a node gathers what the step asks to gather again in the backward pass."""
@@ -31,7 +33,8 @@ class Segments:
     """The segments of a graph's forward pass.
 
     `activations`: memory that the forward pass makes, the backward pass reads, and a policy may drop, in order. Memory
-    that crosses a boundary (`crossing`), that the step returns or that cannot be recomputed is not among them.
+    that crosses a boundary (`crossing`), that a stage of a pipeline receives, that the step returns or that cannot be
+    recomputed is not among them.
     `gathered_again`: memory that is never kept, because the step asks for its gather to run again.
 
     If the last segment makes all of them, as in a model of one unit, segments begin where a leaf is first used instead.
@@ -54,7 +57,7 @@ class Segments:
         self._last = max(self._segment.values(), default=0)
         self.crossing = {n for n in made if n not in self.gathered_again and self._crosses(n)}
         starts = {n for n in made if is_start(n) and n not in self.gathered_again}
-        self._fixed = self.crossing | starts
+        self._fixed = self.crossing | starts | {self._root[n] for n in segment if n.meta.get(RECEIVED)}
         free = (n for n in made if n not in self._fixed and n not in self.gathered_again)
         self.activations = [n for n in free if self._is_saved(n) and self._can_be_recomputed(n)]
 

@@ -16,6 +16,7 @@ from ..graph.edit import copied
 from ..graph.nested import calls
 from ..graph.pipelines import pipelines
 from ..graph.program import Program
+from ..graph.segments import RECEIVED
 from ..util.patches import uncollected
 from ._checked import apply_checked
 from ._context import Context, context_of
@@ -37,6 +38,7 @@ class Pipeline:
         self.passes = list(passes)
         at = (k for k, each in enumerate(self.passes) if each.carries_out)
         self._num_prepare = next(at, len(self.passes))
+        self._cuts_stages = any(each.fn is cut_stages for each in self.passes)
         self._searched = [each for each in self.passes[self._num_prepare :] if each.searched]
 
     def run(self, program: Program) -> None:
@@ -56,6 +58,9 @@ class Pipeline:
         program.context = Context(machine or usual_for(program.gm), world, program.mesh)
         _dump(program, 0, "capture")
         self._apply(program, self.passes[: self._num_prepare], 1)
+        for loop in pipelines(program) if self._cuts_stages else ():
+            for value in loop.received():
+                value.meta[RECEIVED] = True
 
     def chooses(self, program: Program, *, memory: int | None, remat: str | None) -> bool:
         """Return whether there is something to decide about memory."""
@@ -76,7 +81,7 @@ class Pipeline:
         def schedule(tried: Program) -> None:
             self._apply(tried, self._searched)
 
-        staged = any(each.fn is cut_stages for each in self.passes) and bool(pipelines(program))
+        staged = self._cuts_stages and bool(pipelines(program))
         if staged and remat is not None:
             choices = recomputed_stages(program, remat, schedule)
         elif staged and memory is not None:

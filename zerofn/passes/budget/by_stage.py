@@ -79,11 +79,8 @@ class _Search:
     def _droppable(self, loop: Loop) -> Iterator[tuple[GraphModule, str, float]]:
         """Yield what may be recomputed, with seconds for a byte. What a stage receives is there already."""
         gm, lanes = loop.call.body, context_of(self._program).lanes()
-        segments = Segments(gm.graph)
-        stays = {segments.memory(x).name for x in loop.received()}
-        for drop in activations(lanes, segments, positions(gm.graph)):
-            if drop.of not in stays:
-                yield gm, drop.of, drop.seconds / drop.nbytes
+        for drop in activations(lanes, Segments(gm.graph), positions(gm.graph)):
+            yield gm, drop.of, drop.seconds / drop.nbytes
 
     @property
     def num_drops(self) -> int:
