@@ -105,6 +105,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "sizes", "schedule", "pairs"),
     [

@@ -119,6 +119,7 @@ def chosen(schedule):
     return trained("llama, 4 layers", {"pipe": 2}, 3, chosen={}, compiles={"schedule": schedule}, num_microbatches=3)
 
 
+@pytest.mark.whole
 def test_steps_take_the_schedule_of_their_cuts(ranks):
     assert_same_training(ranks(2, chosen, None), plain("llama, 4 layers"))
 
