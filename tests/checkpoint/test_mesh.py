@@ -106,22 +106,25 @@ LOADS = [  # ranks, mesh, stage, options, from which
 ]
 
 
-def save_all(folder, num_ranks):
-    for name, (count, sizes, stage, options) in SAVES.items():
+def save_all(folder, on, saves, num_ranks):
+    for name, (count, sizes, stage, options) in saves.items():
         if count == num_ranks:
             zerofn.save(folder / name, on(sizes, stage, 7, **options))
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    """A folder with a checkpoint of one state for each of `SAVES`."""
-    folder = tmp_path_factory.mktemp("saves")
+def all_saved(ranks, folder, on, saves):
+    """A folder with a checkpoint of one state for each of `saves`."""
     for num_ranks in (2, 3, 4):
-        ranks(num_ranks, save_all, folder, num_ranks)
+        ranks(num_ranks, save_all, folder, on, saves, num_ranks)
     return folder
 
 
-def load_all(folder, sizes, stage, options, names):
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    return all_saved(ranks, tmp_path_factory.mktemp("saves"), on, SAVES)
+
+
+def load_all(folder, on, sizes, stage, options, names):
     for name in names:
         like = on(sizes, stage, **options)
         found = zerofn.load(folder / name, like=like, donate=name == names[-1])
@@ -130,7 +133,7 @@ def load_all(folder, sizes, stage, options, names):
 
 @pytest.mark.parametrize(("num_ranks", "sizes", "stage", "options", "names"), LOADS)
 def test_any_mesh_loads_what_any_other_has_saved(ranks, saved, num_ranks, sizes, stage, options, names):
-    ranks(num_ranks, load_all, saved, sizes, stage, options, names)
+    ranks(num_ranks, load_all, saved, on, sizes, stage, options, names)
 
 
 def test_files_hold_every_element_once_and_the_manifest_says_where(saved):
@@ -170,7 +173,7 @@ def test_checkpoints_of_meshes_are_compared_and_exported_by_one_process(saved, t
     assert "7 of them in slices" in described(saved / "d2t2") and "slices" not in described(saved / "d2")
 
 
-def read_counted(folder, sizes, name):
+def read_counted(folder, on, sizes, name):
     """How many elements this rank reads of what is sharded."""
     like, count = on(sizes, 3), 0
     read = Checkpoint._sharded
@@ -194,11 +197,11 @@ def test_a_rank_reads_only_what_it_keeps(ranks, saved):
     leaves = [leaf for tree in checkpoint.manifest.trees for leaf in tree.leaves]
     whole, uncut = (sum(x.numel for x in leaves if not (one and x.region)) for one in (False, True))
     checkpoint.close()
-    same = ranks(4, read_counted, saved, {"data": 2, "tensor": 2}, "d2t2")
+    same = ranks(4, read_counted, saved, on, {"data": 2, "tensor": 2}, "d2t2")
     assert sum(same) == whole + uncut  # whole leaves are needed by the ranks of both slices
-    other = ranks(3, read_counted, saved, {"data": 3}, "t3")
+    other = ranks(3, read_counted, saved, on, {"data": 3}, "t3")
     assert whole <= sum(other) < 1.001 * whole  # with what lies between two intervals of a slice
-    columns = ranks(2, read_counted, saved, {"tensor": 2}, "d2")
+    columns = ranks(2, read_counted, saved, on, {"tensor": 2}, "d2")
     both = sum(x.numel for x in leaves if x.region and x.region[0][0] == 1)  # of columns, with those between
     assert whole + uncut < sum(columns) <= whole + uncut + both
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import zerofn
-from tests.checkpoint.test_mesh import SHAPES, plain
+from tests.checkpoint.test_mesh import SHAPES, all_saved, load_all, plain, read_counted
 from tests.support.same import assert_same_trees
 from zerofn.checkpoint.file_sources import Checkpoint
 from zerofn.checkpoint.reports import described, differences
@@ -70,30 +70,14 @@ LOADS = [  # ranks, mesh, stage, options, from which
 ]
 
 
-def save_all(folder, num_ranks):
-    for name, (count, sizes, stage, options) in SAVES.items():
-        if count == num_ranks:
-            zerofn.save(folder / name, on(sizes, stage, 7, **options))
-
-
 @pytest.fixture(scope="module")
 def saved(ranks, tmp_path_factory):
-    """A folder with a checkpoint of one state for each of `SAVES`."""
-    folder = tmp_path_factory.mktemp("saves")
-    for num_ranks in (2, 3, 4):
-        ranks(num_ranks, save_all, folder, num_ranks)
-    return folder
-
-
-def load_all(folder, sizes, stage, options, names):
-    for name in names:
-        found = zerofn.load(folder / name, like=on(sizes, stage, **options), donate=name == names[-1])
-        assert_same_trees(zerofn.unshard(found), plain(7), f"{name} on {sizes} at stage {stage}")
+    return all_saved(ranks, tmp_path_factory.mktemp("saves"), on, SAVES)
 
 
 @pytest.mark.parametrize(("num_ranks", "sizes", "stage", "options", "names"), LOADS)
 def test_any_placement_loads_what_any_other_has_saved(ranks, saved, num_ranks, sizes, stage, options, names):
-    ranks(num_ranks, load_all, saved, sizes, stage, options, names)
+    ranks(num_ranks, load_all, saved, on, sizes, stage, options, names)
 
 
 def test_every_element_is_written_once_by_the_first_that_holds_it(saved):
@@ -162,29 +146,13 @@ def test_states_on_drives(ranks, tmp_path):
     ranks(2, on_drives, tmp_path)
 
 
-def read_counted(folder, sizes, name):
-    like, count = on(sizes, 3), 0
-    read = Checkpoint._sharded
-
-    def counted(self, tree, leaf, start, into):
-        nonlocal count
-        count += into.numel()
-        read(self, tree, leaf, start, into)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoint, "_sharded", counted)
-        found = zerofn.load(folder / name, like=like)
-    assert_same_trees(zerofn.unshard(found), plain(7))
-    return count
-
-
 def test_a_rank_reads_what_its_stages_have(ranks, saved):
     checkpoint = Checkpoint(saved / "p3")
     leaves = [leaf for tree in checkpoint.manifest.trees for leaf in tree.leaves]
     both = [leaf for leaf in leaves if leaf.name.endswith(("emb", "h.1.s"))]
     checkpoint.close()
     expected = sum(x.numel for x in leaves) + sum(x.numel for x in both)
-    assert sum(ranks(2, read_counted, saved, {"pipe": 2}, "p3")) == expected
+    assert sum(ranks(2, read_counted, saved, on, {"pipe": 2}, "p3")) == expected
 
 
 def kept(sizes, stage, **options):

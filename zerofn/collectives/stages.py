@@ -21,11 +21,9 @@ ops = torch.ops.zerofn
 
 
 @dataclass(frozen=True)
-class OnStage:
-    """A leaf where it lies, and one without elements elsewhere -> the leaf, on all ranks of a pipeline.
-
-    `holders`: the ranks along `axis` that hold it; the first one's is sent. `dim`, `size`: the dim that is 0 elsewhere.
-    `leaf`: its name. Transpose: `ToStage`. Ranks along `axis` compute the same of the same rows, so nothing is summed.
+class _LeafOnStages:
+    """`holders`: the ranks along `axis` that hold a leaf. `dim`, `size`: the dim that is 0 elsewhere. `leaf`: its
+    name.
     """
 
     axis: Axis
@@ -34,10 +32,16 @@ class OnStage:
     size: int
     leaf: str
 
+
+class OnStage(_LeafOnStages):
+    """A leaf where it lies, and one without elements elsewhere -> the leaf, on all ranks of a pipeline: that of the
+    first of `holders`. Transpose: `ToStage`. Ranks along `axis` compute the same of the same rows: nothing is summed.
+    """
+
     @property
     def transpose(self) -> ToStage:
         """The gradient, for the ranks that hold the leaf."""
-        return ToStage(self.axis, self.holders, self.dim, self.size, self.leaf)
+        return ToStage(**vars(self))
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The broadcast."""
@@ -47,20 +51,13 @@ class OnStage:
         return (ops.wait(ops.on_stage(x.contiguous(), shape, *place)),)
 
 
-@dataclass(frozen=True)
-class ToStage:
+class ToStage(_LeafOnStages):
     """The transpose of `OnStage`: a leaf's gradient, the same on all ranks, for those that hold the leaf."""
-
-    axis: Axis
-    holders: tuple[int, ...]
-    dim: int
-    size: int
-    leaf: str
 
     @property
     def transpose(self) -> OnStage:
         """The broadcast."""
-        return OnStage(self.axis, self.holders, self.dim, self.size, self.leaf)
+        return OnStage(**vars(self))
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """A view of it, or nothing."""

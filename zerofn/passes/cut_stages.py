@@ -184,7 +184,7 @@ class _Pipelined:
     def _result(self, k: int) -> Node:
         """Return the body's result `k`, summed or stacked, on every rank that has any of it."""
         like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
-        own = {stage: self._total(k, stage) for stage in self._cut.homes[k] if rank_of(stage) == self._rank}
+        own = {stage: self._total(k, stage) for stage in self._cut.homes[k] if rank_of(stage) == self._axis.rank}
         holders = {rank_of(stage) for name in self._summed(k) for stage in self._leaves[name]}
         if len(holders) > 1:
             return self._of_holders(k, sorted(holders), own)
@@ -198,10 +198,6 @@ class _Pipelined:
         result = self._region.results[k]
         seams = seams_behind(result, self._region) if result in self._region.tail else []
         return [self._region.seams.gradients[x] for x in seams]
-
-    @property
-    def _rank(self) -> int:
-        return self._axis.rank
 
     def _total(self, k: int, stage: int) -> Node:
         if k < self._call.num_sums:
@@ -217,7 +213,7 @@ class _Pipelined:
     def _from(self, rank: int, value: Node | None, like: torch.Tensor, name: str) -> Node:
         """Return what one rank has, on all."""
         x = self._empty(like) if value is None else value
-        place = ([rank], self._rank, self._axis.size, self._axis.group, name)
+        place = ([rank], self._axis.rank, self._axis.size, self._axis.group, name)
         return self._call_op(ops.wait.default, self._call_op(ops.on_stage.default, x, list(like.shape), *place))
 
     def _share(self, memory: Node, stage: int) -> None:
@@ -225,7 +221,7 @@ class _Pipelined:
         The stage's own rank writes it, too: a transfer whose result nobody reads would be taken away there.
         """
         home = self._schedule.placement.rank_of(stage)
-        new = self._from(home, memory if home == self._rank else None, memory.meta["val"], "written")
+        new = self._from(home, memory if home == self._axis.rank else None, memory.meta["val"], "written")
         self._call_op(aten.copy_.default, memory, new)
 
     def _of_holders(self, k: int, holders: Sequence[int], own: dict[int, Node]) -> Node:
@@ -233,9 +229,9 @@ class _Pipelined:
         their terms to each other.
         """
         like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
-        if self._rank not in holders:
+        if self._axis.rank not in holders:
             return self._empty(like)
-        others, group = [r for r in holders if r != self._rank], self._axis.group
+        others, group = [r for r in holders if r != self._axis.rank], self._axis.group
         for stage, term in own.items():
             for peer in others:
                 self._exchanged.append(self._call_op(ops.send.default, term, peer, group, f"sum {k} of {stage}"))
@@ -254,8 +250,7 @@ class _Pipelined:
         return self._call_op(aten.empty.memory_format, [0, *like.shape[1:]] if like.dim() else [0], **options)
 
     def _call_op(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        made = self._graph.call_function(target, args, kwargs)
-        return made
+        return self._graph.call_function(target, args, kwargs)
 
 
 def _name(stage: int, kind: str) -> str:

@@ -119,9 +119,9 @@ def on_stage(cuts: Sequence[Cut], shape: Sequence[int], mesh: Mesh, leaf: str = 
     return OnStage(mesh.axis(cut.axis), cut.holders, cut.dim - len(shape), size, leaf)
 
 
-def from_stage(x: Tensor, cuts: Sequence[Cut], mesh: Mesh, leaf: str = "") -> Tensor:
+def from_stage(x: Tensor, cuts: Sequence[Cut], mesh: Mesh) -> Tensor:
     """Return what all ranks of a pipeline have, of a leaf that lies on some of them. All of them must call it."""
-    found = on_stage(cuts, x.shape, mesh, leaf)
+    found = on_stage(cuts, x.shape, mesh)
     return x if found is None else found(x)[0]
 
 
