@@ -16,8 +16,9 @@ import zerofn
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.geometry.cuts import equal
+from zerofn.geometry.cuts import Pipeline, equal, on_stages
 from zerofn.job.agreement import agree
+from zerofn.schedules import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 RATE = 1e-2
@@ -81,14 +82,25 @@ def test_what_fsdp2_has_written(ranks, tmp_path):
     ranks(2, check, tmp_path / "ck", 1, full, moments)
 
 
-def in_slices(path, full, moments):
-    """Load what FSDP2 has written in slices of rows and columns, and write it again."""
+def in_slices():
     cuts = {
         "0.weight": equal("tensor", 0, 7, 2),
         "0.bias": equal("tensor", 0, 7, 2),
         "2.weight": equal("tensor", 1, 7, 2),
     }
-    state = zerofn.load_dcp(path, like=like(1, mesh=Mesh.make(tensor=2), cuts=cuts))
+    return like(1, mesh=Mesh.make(tensor=2), cuts=cuts)
+
+
+def in_stages():
+    line = Pipeline(make("1f1b", 2, 1).placement, "1f1b")
+    sizes = {k: len(x) for k, x in build().named_parameters()}
+    cuts = {k: on_stages(line, 0, size, [int(k[0]) // 2]) for k, size in sizes.items()}
+    return like(3, mesh=Mesh.make(pipe=2), cuts=cuts)
+
+
+def there_and_back(path, full, moments, make_like):
+    """Load what FSDP2 has written in slices or stages, and write it again."""
+    state = zerofn.load_dcp(path, like=make_like())
     whole = zerofn.unshard(state)
     assert_same_trees(whole.params, full)
     assert_same_trees(whole.opt_state.mu, {k: v["exp_avg"] for k, v in moments.items()})
@@ -99,9 +111,10 @@ def in_slices(path, full, moments):
     agree("exported", "")
 
 
-def test_slices(ranks, tmp_path):
+@pytest.mark.parametrize("make_like", [in_slices, in_stages])
+def test_slices_and_stages(ranks, tmp_path, make_like):
     full, moments = ranks(2, fsdp2_writes, tmp_path / "ck")[0]
-    ranks(2, in_slices, tmp_path / "ck", full, moments)
+    ranks(2, there_and_back, tmp_path / "ck", full, moments, make_like)
     check(tmp_path / "theirs", 3, full, moments)
 
 

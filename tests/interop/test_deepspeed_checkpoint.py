@@ -18,8 +18,9 @@ from benchmarks.interop.deepspeed_checkpoints import CASES, STEPS, Tiny
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.geometry.cuts import equal
+from zerofn.geometry.cuts import Pipeline, equal, on_stages
 from zerofn.interop.deepspeed_checkpoint import _Empty
+from zerofn.schedules import make
 
 ADAMW = optim.adamw(1e-2)
 HERE = Path(__file__).parent / "deepspeed_checkpoints"
@@ -105,9 +106,19 @@ def check_slices(path, name, stage):
     check(path, name, stage, mesh=Mesh.make(data=2, tensor=2), cuts=cuts)
 
 
-def test_slices(ranks, tmp_path):
+def check_stages(path, name, stage):
+    """The tied embedding lies on both stages."""
+    line = Pipeline(make("1f1b", 2, 1).placement, "1f1b")
+    sizes = {k: len(x) for k, x in Tiny().named_parameters()}
+    stages = {"embed": (0, 1), "frozen": (0,), "norm": (0,), "out": (1,)}
+    cuts = {k: on_stages(line, 0, size, stages[k.partition(".")[0]]) for k, size in sizes.items()}
+    check(path, name, stage, mesh=Mesh.make(pipe=2, data=2), cuts=cuts)
+
+
+@pytest.mark.parametrize("check_cut", [check_slices, check_stages])
+def test_slices_and_stages(ranks, tmp_path, check_cut):
     for name, stage in (("stage1-fp32", 1), ("stage3-bf16", 3)):
-        ranks(4, check_slices, unpacked(name, tmp_path / name), name, stage)
+        ranks(4, check_cut, unpacked(name, tmp_path / name), name, stage)
 
 
 def test_another_tier_keeps_the_same_bits(tmp_path):
