@@ -24,7 +24,7 @@ from benchmarks.common import report
 from benchmarks.common.check import Check
 from benchmarks.common.processes import HERE
 from benchmarks.pipe import torch_orders
-from zerofn.schedules import NAMES, Costs, Part, Placement, arrange, balance, best, check, make, simulate, stage_costs
+from zerofn.schedules import NAMES, Costs, Part, Placement, balance, best, check, make, simulate, stage_costs
 
 GAIN = 1.010  # over the best of torch's, geometric mean of all tables
 SECONDS = 2.0  # of CPU time, to find a schedule
@@ -95,7 +95,7 @@ def compared(case: Case) -> dict[str, Any]:
 def balanced(ranks: int, microbatches: int) -> list[dict[str, Any]]:
     """Rows of the second table: makespans over a rank's share of all work, within the memory of 1.5 times as many
     microbatches as ranks. "equal", "balanced": the best schedule that is found on such stages, beside the best named
-    one. "arranged": stages and schedule are changed together."""
+    one."""
     parts = [EMBEDDING, *[LAYER] * LAYERS, HEAD]
     share = microbatches * sum(x.seconds for x in parts) / ranks
     rows = []
@@ -121,10 +121,8 @@ def balanced(ranks: int, microbatches: int) -> list[dict[str, Any]]:
             line = best({placement: costs}, microbatches, 1.5 * LAYERS)
             check(line.schedule)
             row[label] = line.makespan / share
-        arranged = arrange(parts, [placement], microbatches, 1.5 * LAYERS)
-        check(arranged.line.schedule)
-        row |= {"arranged": arranged.line.makespan / share, "sizes": arranged.sizes}
-        rows.append({**row, "schedule": arranged.line.schedule.name})
+            row["schedule"] = line.schedule.name
+        rows.append(row)
     return rows
 
 
@@ -162,7 +160,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def balance_table(rows: list[dict[str, Any]]) -> Table:
     """Makespans over a rank's share of the work: 1 if no rank ever waited."""
-    labels = ("equal, named", "equal", "balanced, named", "balanced", "arranged")
+    labels = ("equal, named", "equal", "balanced, named", "balanced")
     out = Table("m", "placement", *labels, "schedule", "parts of each stage")
     for row in rows:
         shares = (f"{row[x]:.3f}" for x in labels)

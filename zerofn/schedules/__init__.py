@@ -1,12 +1,11 @@
 """Pipeline schedules as pure functions of numbers: what each rank computes, in which order, and how long that takes.
 
 `make` gives a schedule by name, `simulate` its timeline for the costs of each stage, and `messages` what each rank
-computes, sends and receives. `best` finds the fastest schedule for given costs within a limit of memory, `balance`
-spreads a model's layers over stages, and `arrange` does both together.
+computes, sends and receives. `best` finds the fastest schedule for given costs within a limit of memory, and `balance`
+spreads a model's layers over stages.
 """
 
 from .actions import Action, Kind, Placement, Schedule
-from .arrange import Arrangement, arrange
 from .balance import Part, balance, stage_costs
 from .check import check
 from .from_costs import best, fill
@@ -18,7 +17,6 @@ __all__ = [
     "NAMES",
     "Part",
     "Action",
-    "Arrangement",
     "Compute",
     "Costs",
     "Edge",
@@ -30,9 +28,7 @@ __all__ = [
     "Send",
     "Sent",
     "Timeline",
-    "arrange",
     "balance",
-    "best",
     "best",
     "check",
     "fill",

@@ -15,6 +15,7 @@ from .actions import Placement
 from .simulate import Costs
 
 SHAKES = 40  # enough for the best way to spread a dozen parts over six stages, nearly always
+WITHIN = 0.001  # of all time: solutions that differ by less are equally fast
 EFFORT = 15_000  # ways that are looked at: a quarter of a second for 32 stages
 Judge = Callable[[list[int]], tuple[float, ...]]
 
@@ -40,12 +41,12 @@ class Part(NamedTuple):
         return self.f + self.i + self.w
 
 
-def balance(parts: Sequence[Part], placement: Placement, microbatches: int, within: float = 0.001) -> tuple[int, ...]:
+def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> tuple[int, ...]:
     """Return how many parts each stage has, in order, and one at least.
 
     The rank that ends last ends as early as can be found, if ranks never wait but for the first microbatch to come. Of
-    solutions that differ by less than `within` of all time, that is taken whose boundaries are cheap to cross, and then
-    the one with the most equal stages.
+    solutions that are equally fast, to a thousandth, that is taken whose boundaries are cheap to cross, and then the one
+    with the most equal stages.
 
     It starts from equal stages, and moves one part at a time from a stage to another, with all between them shifted by
     one, while that helps; then it shakes what it has found, and goes on from there. Raises `ValueError` if there are
@@ -61,7 +62,7 @@ def balance(parts: Sequence[Part], placement: Placement, microbatches: int, with
             f"{placement} has {placement.num_stages} stages, and the model has {len(parts)} parts for them; take fewer "
             f"ranks or chunks, or cut the model more finely."
         )
-    search = _Search(parts, placement, microbatches, within)
+    search = _Search(parts, placement, microbatches)
     bounds = search.improved(search.equal(placement.num_stages), search.by_time)
     rng = random.Random(0)
     for _ in range(SHAKES if placement.num_stages > 1 else 0):
@@ -93,12 +94,12 @@ class _Search:
     """Boundaries between stages: stage s has the parts from `bounds[s]` on, up to `bounds[s + 1]`. `judged`: how many
     have been looked at."""
 
-    def __init__(self, parts: Sequence[Part], placement: Placement, microbatches: int, within: float) -> None:
+    def __init__(self, parts: Sequence[Part], placement: Placement, microbatches: int) -> None:
         self._parts, self._microbatches, self._ranks = parts, microbatches, placement.ranks
         self._rank_of = [placement.rank_of(s) for s in range(placement.num_stages)]
         self._work = [0.0, *accumulate(x.seconds for x in parts)]
         self._forward = [0.0, *accumulate(x.f for x in parts)]
-        self._unit = microbatches * self._work[-1] / placement.ranks * within or 1.0
+        self._unit = microbatches * self._work[-1] / placement.ranks * WITHIN or 1.0
         self.judged = 0
 
     def equal(self, stages: int) -> list[int]:
@@ -129,7 +130,7 @@ class _Search:
             better = False
             for source, target in permutations(range(len(self._rank_of)), 2):
                 if bounds[source + 1] - bounds[source] > 1:
-                    trial = moved(bounds, source, target)
+                    trial = _moved(bounds, source, target)
                     if (found := judge(trial)) < best:
                         bounds, best, better = trial, found, True
         return bounds
@@ -139,7 +140,7 @@ class _Search:
         for _ in range(rng.choice((2, 3, 4))):
             source, target = rng.sample(range(len(self._rank_of)), 2)
             if bounds[source + 1] - bounds[source] > 1:
-                bounds = moved(bounds, source, target)
+                bounds = _moved(bounds, source, target)
         return bounds
 
     def _loads(self, bounds: list[int]) -> list[float]:
@@ -162,7 +163,7 @@ class _Search:
         return latest
 
 
-def moved(bounds: Sequence[int], source: int, target: int) -> list[int]:
+def _moved(bounds: Sequence[int], source: int, target: int) -> list[int]:
     """Boundaries with one part less in a stage and one more in another, with those between them shifted by one."""
     low, high, step = (source, target, -1) if source < target else (target, source, 1)
     return [b + step if low < i <= high else b for i, b in enumerate(bounds)]

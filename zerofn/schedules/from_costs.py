@@ -56,18 +56,18 @@ def best(
     >>> best(costs, microbatches=8).schedule.name
     'interleaved-zb'
     """
-    search = Search(microbatches, limit)
+    search = _Search(microbatches, limit)
     for placement, its in costs.items():
         search.try_stages(placement, its)
     if search.found is None:
-        raise MemoryError("no schedule fits: " + "; ".join(too_much(*x, limit) for x in costs.items()) + ".")
+        raise MemoryError("no schedule fits: " + "; ".join(_too_much(*x, limit) for x in costs.items()) + ".")
     rng = random.Random(seed)
     while effort > 0:
-        effort -= search.try_change(rng, search.costs, moves=rng.choice((1, 1, 2, 3)))
+        effort -= search.try_change(rng)
     return simulate(search.found, search.costs)
 
 
-class Search:
+class _Search:
     """The fastest schedule so far, `found`, with the `costs` that it is for; of equally fast ones that whose worst rank
     holds the fewest bytes."""
 
@@ -87,15 +87,15 @@ class Search:
             ranks = self._ranks(placement, costs)
             self._run(f"greedy {placement.style}", costs, ranks, by_costs(ranks, style))
 
-    def try_change(self, rng: random.Random, costs: Costs, moves: int) -> int:
-        """The best schedule with other costs, or with some of its F and I moved, if that is faster. Return how many
-        actions were simulated for it, or 50, as setting out takes as long."""
+    def try_change(self, rng: random.Random) -> int:
+        """Take the best schedule with some of its F and I moved, if that is faster. Return how many actions were
+        simulated for it, or 50, as setting out takes as long."""
         assert self.found is not None
         order = [list(x) for x in self._pattern]
-        for _ in range(moves):
+        for _ in range(rng.choice((1, 1, 2, 3))):
             _move_one(order[rng.randrange(len(order))], rng)
-        name, placement = self.found.name, self.found.placement
-        ranks = self._ranks(placement, costs)
+        name, costs = self.found.name, self.costs
+        ranks = self._ranks(self.found.placement, costs)
         policy = in_order(ranks, order, rng.choice(PATIENCE))
         self._run(name if name.endswith("improved") else f"{name}, improved", costs, ranks, policy, 1 - _SLACK)
         return max(50, sum(map(len, ranks.orders)))
@@ -155,7 +155,7 @@ def _short(placement: Placement, costs: Costs, limit: Limit) -> list[tuple[int, 
     return [(rank, need, most) for rank, (need, most) in enumerate(needed) if need > most * (1 + _SLACK)]
 
 
-def too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
+def _too_much(placement: Placement, costs: Costs, limit: Limit) -> str:
     """Why no schedule of a placement fits, for an error."""
     rank, need, most = max(_short(placement, costs, limit), key=lambda x: x[1] - x[2])
     return f"rank {rank} of {placement} holds {in_words(need)} with one microbatch, and its limit is {in_words(most)}"
