@@ -45,8 +45,8 @@ def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> t
     """Return how many parts each stage has, in order, and one at least.
 
     The rank that ends last ends as early as can be found, if ranks never wait but for the first microbatch to come. Of
-    solutions that are equally fast, to a thousandth, that is taken whose boundaries are cheap to cross, and then the one
-    with the most equal stages.
+    solutions that are equally fast, to a thousandth, it takes the one whose boundaries are cheap to cross, and then the
+    one with the most equal stages.
 
     It starts from equal stages, and moves one part at a time from a stage to another, with all between them shifted by
     one, while that helps; then it shakes what it has found, and goes on from there. Raises `ValueError` if there are
