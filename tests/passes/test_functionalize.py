@@ -16,7 +16,7 @@ from zerofn import optim
 from zerofn._torch_compat import TorchDispatchMode
 from zerofn.graph.alias import roots, writes
 from zerofn.passes.canonicalize import canonicalize
-from zerofn.passes.functionalize import _functional, functionalize
+from zerofn.passes.functionalize import _out_of_place, functionalize
 
 
 def written(gm):
@@ -128,7 +128,7 @@ def in_place_operations():
 
 
 def test_every_in_place_operation_is_paired_with_one_of_its_own_arguments():
-    found = {op: _functional(op) for op in in_place_operations()}
+    found = {op: _out_of_place(op) for op in in_place_operations()}
     pairs = {op: pure for op, pure in found.items() if pure is not None}
     for op, pure in pairs.items():
         given, taken = op._schema.arguments, pure._schema.arguments
@@ -151,7 +151,7 @@ class Compared(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        pure = _functional(func)
+        pure = _out_of_place(func)
         drawn = torch.Tag.nondeterministic_seeded in func.tags
         expected = None if pure is None or drawn else pure(*args, **kwargs)
         out = func(*args, **kwargs)
@@ -190,6 +190,8 @@ NORMS = {
     "normalize(4)": lambda h: F.normalize(h, p=4, dim=-1)[:, 0].sum(),
     "pairwise_distance(3)": lambda h: F.pairwise_distance(h, h.flip(0), 3).mean(),
     "a list of one": doubled_in_a_list,
+    "transpose_": lambda h: ((h * 2).transpose_(0, 1) * h.t()).sum(),
+    "unsqueeze_, as_strided_": lambda h: ((h * 2).unsqueeze_(0).as_strided_((2, 3), (4, 1)) * h[:2, :3]).sum(),
     "floor_divide_": lambda h: (h + h.detach().mul_(7).floor_divide_(torch.tensor(2.0))).sum(),
 }
 

@@ -16,7 +16,7 @@ from ..cost.simulator import Lanes, usual_for
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..graph.pipelines import Loop
 from ..job.agreement import exchange
-from ..schedules import NAMES, Costs, best, make
+from ..schedules import NAMES, Costs, Placement, best, make
 from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.sizes import in_words, time_in_words
@@ -141,7 +141,7 @@ def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
     placements = [make(name, mesh.size(PIPE), 1, asked.chunks).placement for name in names]
     few = [x for x in dict.fromkeys(placements) if x.num_stages <= len(parts.names)]
     if not few:
-        raise ValueError(_too_few(min(x.num_stages for x in placements), parts.names))
+        raise ValueError(_too_few(min(placements, key=lambda x: x.num_stages), parts.names))
     for placement in few:
         if asked.stages is None:
             begins = parts.balanced(placement, asked.microbatches)
@@ -165,10 +165,13 @@ def _check_schedule(schedule: str, chunks: int | None, stages: Sequence[str] | N
         )
 
 
-def _too_few(num_ranks: int, names: Sequence[str]) -> str:
+def _too_few(placement: Placement, names: Sequence[str]) -> str:
+    has = f"the model has {len(names)} parts that may begin a stage ({names[0]} ... {names[-1]})"
+    if placement.chunks == 1:
+        return f"pipe={placement.ranks}: {has}; give pipe at most {len(names)}, or a model with more blocks."
     return (
-        f"pipe={num_ranks}: the model has {len(names)} parts that may begin a stage ({names[0]} ... {names[-1]}); give "
-        f"pipe at most {len(names)}, or a model with more blocks."
+        f"pipe={placement.ranks}: {placement} needs {placement.num_stages} parts, and {has}; take a schedule with one "
+        "stage a rank, such as '1f1b', fewer ranks, or a model with more blocks."
     )
 
 

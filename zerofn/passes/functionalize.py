@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, schema_arguments
-from ..graph.alias import is_view, roots, touches, writes, written_memory
+from ..graph.alias import is_given, is_view, roots, touches, writes, written_memory
 from ..graph.edit import clean
 from ..graph.liveness import complete_values, values_of
 from ..graph.node_kinds import argument
@@ -25,9 +25,11 @@ def functionalize(gm: GraphModule, context: Context) -> None:
     """Replace in-place operations by pure ones, if no other node sees the memory that they write.
 
     An example is dropout's mask: it is drawn into an empty tensor and scaled in place. `recompute_activations` can
-    recompute only pure values. Later `reinplace` writes in place again where that is free.
+    recompute only pure values. Later `reinplace` writes in place again where that is free. An operation that gives a
+    tensor another shape in place (`transpose_`) writes no memory: it becomes a view.
     """
     complete_values(gm.graph)
+    _replace_views_in_place(gm.graph)
     root = roots(gm.graph)
     touched, changes = touches(gm.graph, root), written_memory(root)
     for memory in [n for n in gm.graph.nodes if root[n] is n and _is_aten(n)]:
@@ -36,6 +38,15 @@ def functionalize(gm: GraphModule, context: Context) -> None:
         if written and all(pure.values()) and _is_alone(touched[memory], written):
             _replace(gm.graph, touched[memory], pure)
     clean(gm)
+
+
+def _replace_views_in_place(graph: Graph) -> None:
+    """Later nodes read what such an operation returns, and never its input. So the input may keep its shape, unless it
+    is the caller's tensor."""
+    root = roots(graph)
+    for node in graph.nodes:
+        if _is_aten(node) and torch.Tag.inplace_view in node.target.tags and not is_given(root[node]):
+            node.target = _out_of_place(node.target, is_view=True) or node.target
 
 
 def _is_aten(node: Node) -> bool:
@@ -59,7 +70,7 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
     if node.target is aten.copy_.default:
         source: Any = argument(node, "src")
         return "given" if alike(value, given[1]) and len(source.users) == 1 and stays(source) else None
-    pure = _functional(node.target)
+    pure = _out_of_place(node.target)
     if pure is None:
         return None
     with value.fake_mode:
@@ -67,8 +78,8 @@ def _pure(node: Node, stays: Callable[[Node], bool]) -> Any:
 
 
 @functools.cache
-def _functional(op: OpOverload) -> OpOverload | None:
-    """Return the operation that computes what an in-place one writes to its first argument, from the same arguments.
+def _out_of_place(op: OpOverload, is_view: bool = False) -> OpOverload | None:
+    """Return the operation that computes what an in-place one makes of its first argument, from the same arguments.
 
     Overloads of one name may take other arguments: `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to
     a tensor. So schemas are compared.
@@ -77,7 +88,7 @@ def _functional(op: OpOverload) -> OpOverload | None:
     packet = getattr(aten, name[:-1], None) if name.endswith("_") and not name.endswith("__") else None
     for overload in () if packet is None else packet.overloads():
         found = getattr(packet, overload)
-        is_value = [str(x.type) for x in found._schema.returns] == ["Tensor"] and not found.is_view
+        is_value = [str(x.type) for x in found._schema.returns] == ["Tensor"] and found.is_view == is_view
         if is_value and not found._schema.is_mutable and _parameters(found) == _parameters(op):
             return found
     return None
