@@ -135,12 +135,15 @@ def in_float64():
             module.torch = torch
 
 
-def build(name):
-    """The model, in float64."""
+def build(name, layers=None):
+    """The model, in float64. `layers`: how many, in place of the configuration's; of an encoder and of a decoder."""
     torch.manual_seed(0)
     config, kind = (
         (CONFIGS | VARIANTS)[name](),
         getattr(transformers, CLASSES.get(name.split(",")[0], "AutoModelForCausalLM")),
     )
+    if layers is not None:
+        names = ("num_hidden_layers", "num_decoder_layers")
+        config = _with(config, **{k: layers for k in names if hasattr(config, k)})
     made = getattr(kind, "from_config", None) or kind._from_config
     return made(config, attn_implementation="eager").double()

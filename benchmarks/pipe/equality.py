@@ -1,4 +1,4 @@
-"""python -m benchmarks.pipe.equality   (about two hours on 2 cores): pipelines beside steps that are not cut, float64.
+"""python -m benchmarks.pipe.equality   (about an hour on 2 cores): pipelines beside steps that are not cut, float64.
 
 Five steps with clipping and AdamW of seven Hugging Face models. On `pipe` alone, beside plain accumulation of one
 process: the bits, or 1e-12 of the largest entry where a parameter lies on several ranks, whose terms are then added in
@@ -6,7 +6,8 @@ another order. Beside other axes: the same of the uncut step on the same mesh, s
 model is compared with torch's own autograd, clipping and AdamW, where no dropout is.
 
 The first cases are a cover of all pairs of a model, a size, a schedule and a stage; then follow the others. Ranks stay
-for all cases of a size of the mesh, and every case is written as it comes: `--resume` leaves out those that are there.
+for all cases of a size of the mesh, with their models, and with the stages that `zerofn.parallel.pipe` has chosen for a
+placement. Every case is written as it comes: `--resume` leaves out those that are there and were kept.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.func import functional_call
 
 import zerofn
@@ -40,14 +42,16 @@ from zerofn.moe import experts
 from zerofn.schedules import NAMES
 
 MODELS = {
-    "llama": "llama, 6 layers",
+    "llama": "llama",
     "gpt2": "gpt2, dropout",
-    "t5": "t5, 3 layers",
-    "mixtral": "mixtral, 6 layers, balanced",
+    "t5": "t5",
+    "mixtral": "mixtral, balanced",
     "qwen2_moe": "qwen2_moe",
-    "bert": "bert, 6 layers",
+    "bert": "bert",
     "vit": "vit",
 }
+LAYERS = {2: 3, 3: 4, 4: 6}  # of a model on so many ranks of `pipe`: with embedding and head, a part for each stage
+OF_T5 = {2: 2, 3: 2, 4: 3}  # of its encoder, and of its decoder
 TIED = ("gpt2", "t5", "bert")  # which have parameters of several stages
 LIMIT = 1e-12  # there, and beside torch, of the model's largest entry, and of the loss
 MICROBATCHES = 4
@@ -83,6 +87,16 @@ class Case(NamedTuple):
         return math.prod(size for _, size in self.sizes)
 
     @property
+    def layers(self) -> int:
+        """How many layers the model has."""
+        return (OF_T5 if self.model == "t5" else LAYERS)[dict(self.sizes)["pipe"]]
+
+    @property
+    def trains(self) -> tuple[str, int]:
+        """What one process trains: the model, and its number of layers."""
+        return self.model, self.layers
+
+    @property
     def microbatches(self) -> int:
         """How many: of 12 rows, or of 6."""
         return MICROBATCHES if self.alone else 3
@@ -100,14 +114,13 @@ def alone() -> list[Case]:
 
 
 def mixed() -> list[Case]:
-    """All cases with other axes; those that share an uncut step are neighbours."""
-    names = sorted(NAMES, key=lambda name: NAMES[name].style)
+    """All cases with other axes."""
     return [
         Case(model, tuple(sizes.items()), name, stage, reduce)
         for sizes, models, reduce in MIXED
         for model in models
         for stage in STAGES
-        for name in names
+        for name in NAMES
     ]
 
 
@@ -141,43 +154,92 @@ def batches(model: str) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+class Setting(NamedTuple):
+    """What cases of one model on one mesh share. `batches`: this rank's; `cuts`: those of other axes than `pipe`."""
+
+    mesh: Any
+    model: Any
+    batches: list[Any]
+    cuts: dict[str, Any]
+
+
+def loss_of(model: Any) -> Any:
+    """A model's own loss, as a function of parameters and a batch."""
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return functional_call(model, params, (), batch).loss
+
+    return loss_fn
+
+
+@cache
+def parameters(name: str, layers: int) -> dict[str, torch.Tensor]:
+    """A model's first ones."""
+    return {k: x.detach() for k, x in build(MODELS[name], layers).named_parameters()}
+
+
+@cache
+def setting(name: str, layers: int, axes: tuple[tuple[str, int], ...]) -> Setting:
+    """The model on its mesh, before stages are chosen."""
+    sizes = dict(axes)
+    mesh = zerofn.Mesh.make(**sizes)
+    model = zerofn.skeleton(partial(build, MODELS[name], layers))
+    cuts = training.cuts_of(name, model, mesh) if "tensor" in sizes else {}
+    if "expert" in sizes:
+        cuts |= experts(model, mesh)
+    if "context" in sizes:
+        zerofn.parallel.context(model, mesh)
+
+    def own(batch: Any) -> Any:
+        rows = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}
+        return zerofn.parallel.split_sequence(rows, mesh) if "context" in sizes else rows
+
+    return Setting(mesh, model, [own(batch) for batch in batches(name)], cuts)
+
+
+@cache
+def staged(name: str, layers: int, axes: tuple[tuple[str, int], ...], style: str) -> dict[str, Any]:
+    """The cuts into stages of a placement. Which of its schedules runs, `compile` is told."""
+    mesh, model, rows, cuts = setting(name, layers, axes)
+    first = next(x for x in NAMES if NAMES[x].style == style)
+    return zerofn.parallel.pipe(model, mesh, loss_of(model), rows[0], schedule=first, cuts=cuts)
+
+
 def trained(case: Case, cut: bool) -> Found:
     """Training on a mesh: by a pipeline, or, not `cut`, with every parameter sent to all ranks."""
-    name, sizes = MODELS[case.model], dict(case.sizes)
     with in_float64():
-        mesh = zerofn.Mesh.make(**sizes)
-        model = zerofn.skeleton(partial(build, name))
-        cuts = training.cuts_of(case.model, model, mesh) if "tensor" in sizes else {}
-        if "expert" in sizes:
-            cuts |= experts(model, mesh)
-        if "context" in sizes:
-            zerofn.parallel.context(model, mesh)
+        mesh, model, mine, _ = setting(case.model, case.layers, case.sizes)
+        cuts = staged(case.model, case.layers, case.sizes, NAMES[case.schedule].style)
+        return by_zerofn(
+            case, mesh, loss_of(model), mine, stage=case.stage, cuts=cuts, reduce=case.reduce,
+            schedule=case.schedule, passes=None if cut else _uncut,
+        )  # fmt: skip
 
-        def loss_fn(params: Any, batch: Any) -> Any:
-            return functional_call(model, params, (), batch).loss
 
-        def init_state() -> Any:
-            tx = optim.chain(optim.clip_by_global_norm(CLIP), optim.adamw(RATE, weight_decay=DECAY))
-            return zerofn.TrainState.create(params=dict(build(name).named_parameters()), tx=tx)
+def by_zerofn(case: Case, mesh: Any, loss_fn: Any, mine: list[Any], *, stage: int = 0, cuts: Any = None,
+              reduce: str | None = None, **compiles: Any) -> Found:  # fmt: skip
+    """The training itself."""
+    rounds = case.microbatches
 
-        def train_step(state: Any, batch: Any) -> Any:
-            vg = zerofn.accumulate(state.value_and_grad(loss_fn), case.microbatches, reduce=case.reduce)
-            loss, grads = vg(batch)
-            return state.apply_gradients(grads), loss
+    def train_step(state: Any, batch: Any) -> Any:
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), rounds, reduce=reduce)(batch)
+        return state.apply_gradients(grads), loss
 
-        def own(batch: Any) -> Any:
-            rows = {k: x.chunk(mesh.rows.size)[mesh.rows.rank] for k, x in batch.items()}
-            return zerofn.parallel.split_sequence(rows, mesh) if "context" in sizes else rows
+    params = {k: x.clone() for k, x in parameters(*case.trains).items()}
+    tx = optim.chain(optim.clip_by_global_norm(CLIP), optim.adamw(RATE, weight_decay=DECAY))
+    state = zerofn.shard(zerofn.TrainState.create(params=params, tx=tx), stage=stage, mesh=mesh, cuts=cuts)
+    step, losses = zerofn.compile(train_step, **compiles), []
+    for batch in mine:
+        state, loss = step(state, batch)
+        losses.append(loss.item())
+    return losses, zerofn.unshard(state.params)
 
-        mine = [own(batch) for batch in batches(case.model)]
-        if "pipe" in sizes:
-            cuts = zerofn.parallel.pipe(model, mesh, loss_fn, mine[0], schedule=case.schedule, cuts=cuts)
-        state, losses = zerofn.shard(init_state, stage=case.stage, mesh=mesh, cuts=cuts or None), []
-        step = zerofn.compile(train_step, passes=None if cut else _uncut)
-        for batch in mine:
-            state, loss = step(state, batch)
-            losses.append(loss.item())
-        return losses, zerofn.unshard(state.params)
+
+def in_one_process(case: Case) -> Found:
+    """The same training, accumulated in this process alone."""
+    with in_float64():
+        mesh, model, mine, _ = setting(case.model, case.layers, (("data", 1),))
+        return by_zerofn(case, mesh, loss_of(model), mine)
 
 
 CLIP, RATE, DECAY = 0.5, 1e-2, 0.1
@@ -187,10 +249,10 @@ def _uncut(known: list[Any]) -> list[Any]:
     return [x for x in known if x.name != "cut_stages"]
 
 
-def by_torch(name: str) -> Found:
+def by_torch(name: str, layers: int) -> Found:
     """The same training by torch alone, in one process."""
     with in_float64():
-        model, losses = build(MODELS[name]), []
+        model, losses = build(MODELS[name], layers), []
         optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=DECAY)
         for batch in batches(name):
             optimizer.zero_grad()
@@ -211,22 +273,22 @@ def difference(found: Found, expected: Found) -> float:
     return max(of_losses, *(float((params[k] - x).abs().max()) / largest for k, x in others.items()))
 
 
-def on_ranks(cases: list[Case], expected: dict[str, Found], path: Path) -> None:
+def on_ranks(cases: list[Case], expected: dict[tuple[str, int], Found], path: Path) -> None:
     """Run cases of one size one after the other; the first rank writes them down. Every rank calls it.
 
     Ranks that refuse a case say the same, before they send anything; others end the ranks.
     """
-    uncut: dict[Any, Found] = {}
+    uncut: dict[Case, Found] = {}  # the values of a step that is not cut are the same for all placements
     for case in cases:
         began = time.monotonic()
         if zerofn.rank() == 0:  # which joins the ranks
             _write(path, case, None)
         try:
-            reference = expected.get(case.model)
+            reference = expected.get(case.trains)
             if not case.alone:
-                key = case._replace(schedule=NAMES[case.schedule].style)
+                key = case._replace(schedule="")
                 if key not in uncut:
-                    uncut = {key: trained(case, cut=False)}
+                    uncut[key] = trained(case, cut=False)
                 reference = uncut[key]
             assert reference is not None
             told: Any = difference(trained(case, cut=True), reference)
@@ -259,13 +321,22 @@ def told_in(path: Path) -> dict[str, Any]:
     return {name: "its ranks ended" if told is None else told for name, told, _ in lines}
 
 
-def run(cases: list[Case], expected: dict[str, Found], path: Path) -> None:
+def keep(path: Path, cases: list[Case]) -> None:
+    """Leave in a file the cases that were kept. Others run again: what they have told may be mended."""
+    told = told_in(path)
+    kept = [case for case in cases if isinstance(x := told.get(str(case)), float) and x <= limit(case)]
+    path.write_text("".join(json.dumps([str(case), told[str(case)], 0.0]) + "\n" for case in kept))
+
+
+def run(cases: list[Case], expected: dict[tuple[str, int], Found], path: Path) -> None:
     """Run what the file does not have, on ranks that stay while the size of the mesh does."""
     for world, these in itertools.groupby(cases, key=lambda case: case.world):
         left = [case for case in these if str(case) not in told_in(path)]
         while left:
             try:
                 zerofn.run(on_ranks, left, expected, path, ranks=world)
+            except SignalException as stopped:  # the ranks have been ended, and so ends this process
+                sys.exit(128 + stopped.sigval)
             except Exception as error:
                 print(f"FAILED {world} ranks ended: {str(error).splitlines()[0]}", flush=True)
                 if str(left[0]) not in told_in(path):
@@ -306,17 +377,18 @@ def _cell(told: list[Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=("cover", "all"), default="all", help="the cover of pairs alone, or all")
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one of these texts")
     parser.add_argument("--resume", action="store_true", help="leave out the cases that an earlier run has told")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "pipe_equality.json")
     args = parser.parse_args()
     path = args.out.with_suffix(".jsonl")
-    if not args.resume:
+    cases = [case for case in ordered(args.part) if any(text in str(case) for text in args.only)]
+    if args.resume:
+        keep(path, [*alone(), *mixed()])
+    else:
         path.unlink(missing_ok=True)
-    cases = [case for case in ordered(args.part) if args.only in str(case)]
-    models = list(dict.fromkeys(case.model for case in cases))
-    expected = {name: trained(Case(name, (("data", 1),), "", 0), cut=True) for name in models}
-    plain = {name: difference(expected[name], by_torch(name)) for name in models if name != "gpt2"}
+    expected = {trains: in_one_process(case) for trains, case in {x.trains: x for x in cases if x.alone}.items()}
+    plain = {f"{x[0]}, {x[1]} layers": difference(expected[x], by_torch(*x)) for x in expected if x[0] != "gpt2"}
     print(f"{len(cases)} cases; one process beside torch: {plain}", flush=True)
     run(cases, expected, path)
     told = told_in(path)
