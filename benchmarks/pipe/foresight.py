@@ -53,7 +53,7 @@ def actions_of(profile: Any) -> Actions:
         piece = getattr(node.args[0], "target", "") if node.args else ""
         stop = start + seconds
         if str(piece).startswith("stage_"):
-            _, stage, kind = piece.split("_")
+            _, stage, kind, *_ = piece.split("_")
             name = f"{stage}{kind}"
             found.append((f"{name}{count[name]}", start if begin is None else begin, stop))
             count[name] += 1

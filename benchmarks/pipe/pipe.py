@@ -2,16 +2,19 @@
 
 The same Llama, tokens, AdamW and 8 microbatches everywhere: on 2 ranks, and as 2 x 2 ranks whose parameters are cut
 along the second axis, two to a core. Each round starts every system once, as fresh processes of one thread, in an order
-that rotates. A peer that does not run here is a row with its error. Writes JSON beside the tables.
+that rotates. A peer that does not run here is a row with its error. Writes JSON beside the tables; a number of ranks
+that is not run (`--worlds`) stays there as an earlier run has measured it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -59,6 +62,12 @@ def checks(found: Found) -> list[Check]:
     return out
 
 
+def earlier(path: Path, workload: str) -> dict[str, Any]:
+    """What a file has of each cell, if it trained the same."""
+    run = json.loads(path.read_text()) if path.exists() else {}
+    return run["cells"] if run.get("workload") == workload else {}
+
+
 def _median(rows: dict[str, list[dict[str, float]]], row: str, what: str) -> float:
     return statistics.median(one[what] for one in rows[row])
 
@@ -80,7 +89,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options, console = arguments(), Console(width=150 if not sys.stdout.isatty() else None)
-    found: Found = {}
+    cells = earlier(options.out, options.workload)
     with tempfile.TemporaryDirectory() as folder:
         runs = PipeRuns(options, Path(folder))
         try:
@@ -88,16 +97,18 @@ def main() -> int:
                 rows = selected(world, options.only)
                 for row in rows:
                     runs.try_out(row, world, console)
-                found[CELLS[world]] = rounds(runs, rows, world, console)
+                found = rounds(runs, rows, world, console)
+                broken = {row: runs.broken[row] for row in rows if row in runs.broken}
+                cells[CELLS[world]] = {"surroundings": report.surroundings(), "rows": found, "broken": broken}
         except BenchmarkError as error:
             print(f"benchmark failed: {error}", file=sys.stderr)
             return 1
-    for world in options.worlds:
-        console.print(table(CELLS[world], found[CELLS[world]], runs.broken, list(PEERS[world])))
-    held = checks(found)
+    for world, name in CELLS.items():
+        if name in cells:
+            console.print(table(name, cells[name]["rows"], cells[name]["broken"], list(PEERS[world])))
+    held = checks({name: cell["rows"] for name, cell in cells.items()})
     console.print(report.check_table(held))
-    run = {"surroundings": report.surroundings(), "workload": options.workload, "cells": found, "broken": runs.broken}
-    return report.conclude(options.out, run, held, options.check)
+    return report.conclude(options.out, {"workload": options.workload, "cells": cells}, held, options.check)
 
 
 if __name__ == "__main__":

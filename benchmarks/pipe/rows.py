@@ -23,11 +23,11 @@ MICROBATCHES = 8  # of one row
 WORKLOADS = {"small": dataclasses.replace(SMALL, batch=4), "smoke": dataclasses.replace(SMOKE, layers=6, batch=4)}
 
 
-def zerofn_in(schedule: str, data: int = 1, stage: int = 3) -> Builder:
-    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`."""
+def zerofn_in(schedule: str, data: int = 1, stage: int = 3, reduce: str | None = None) -> Builder:
+    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`. `reduce`: as of `zerofn.accumulate`."""
 
     def build(work: Workload, rank: int, world: int) -> Row:
-        held, compiled, own = begun(work, schedule, world // data, data, stage)
+        held, compiled, own = begun(work, schedule, world // data, data, stage, reduce=reduce)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
             held[0], loss = compiled(held[0], own(tokens))
@@ -39,7 +39,13 @@ def zerofn_in(schedule: str, data: int = 1, stage: int = 3) -> Builder:
 
 
 def begun(
-    work: Workload, schedule: str, ranks: int, data: int = 1, stage: int = 3, microbatches: int = MICROBATCHES
+    work: Workload,
+    schedule: str,
+    ranks: int,
+    data: int = 1,
+    stage: int = 3,
+    microbatches: int = MICROBATCHES,
+    reduce: str | None = None,
 ) -> tuple[list[Any], Any, Callable[[torch.Tensor], torch.Tensor]]:
     """([first state], compiled step, what gives a rank its rows of all ranks' tokens)."""
     import zerofn
@@ -57,7 +63,7 @@ def begun(
         return zerofn.TrainState.create(params=params, tx=tx)
 
     def train_step(state: Any, tokens: Any) -> Any:
-        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), microbatches)(tokens)
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), microbatches, reduce=reduce)(tokens)
         return state.apply_gradients(grads), loss
 
     one = torch.zeros(1, work.seq, dtype=torch.long)
@@ -182,7 +188,12 @@ PEERS: dict[int, dict[str, Builder]] = {
 }
 ZEROFN: dict[int, dict[str, Builder]] = {
     2: {f"ZeroFn, {name}": zerofn_in(name) for name in ("1f1b", "interleaved", "zbv", "auto")},
-    4: {f"ZeroFn, {name} x stage {k}": zerofn_in(name, 2, k) for name, k in (("1f1b", 3), ("auto", 3), ("1f1b", 1))},
+    4: {
+        "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
+        "ZeroFn, 1f1b x stage 3, reduced once": zerofn_in("1f1b", 2, reduce="step"),
+        "ZeroFn, 1f1b x stage 1": zerofn_in("1f1b", 2, 1),
+        "ZeroFn, auto x stage 1": zerofn_in("auto", 2, 1),
+    },
 }
 
 

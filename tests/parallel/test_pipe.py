@@ -9,7 +9,10 @@ from torch.func import functional_call
 import zerofn
 from benchmarks.mesh.float64_models import build, in_float64
 from benchmarks.mesh.training import assert_same_training, batches, plain, trained
+from tests.support.small_steps import batch_of, fake_ranks, scheduled, state_of, train_step_of
+from tests.support.small_steps import build as build_layers
 from zerofn.comm.mesh import Mesh
+from zerofn.graph.fingerprint import fingerprint
 from zerofn.parallel import pipe
 
 CASES = [
@@ -112,7 +115,15 @@ def test_what_cannot_be_is_told(num_ranks, options, sentence):
 
 
 def test_one_stage_is_no_pipeline():
+    """No leaf is cut, and a step has the nodes, and the digest that ranks compare, of one without the axis."""
     assert cuts_of("llama", 1) == {}
+    module, found = build_layers(), []
+    with fake_ranks(2):
+        for sizes in ({"data": 2}, {"pipe": 1, "data": 2}):
+            state = state_of(module, 3, mesh=Mesh.make(**sizes))
+            program = scheduled(train_step_of(module, 2), state, batch_of(), donating=True)
+            found.append((program.gm.code, fingerprint(program)))
+    assert found[0] == found[1]
 
 
 def chosen(schedule):

@@ -16,6 +16,7 @@ from ..graph.nested import NAMES, insert_call, is_result
 from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
+from ..graph.running_sums import adding, results_of, summed_inside
 from ..graph.stages import seams_behind
 from ..schedules import Action, Compute, Message, Receive, Send, Sent, messages
 from ..schedules import Edge as Between
@@ -61,6 +62,7 @@ class _Pipelined:
         self._values: dict[tuple[int, int, str], Node] = {}  # (stage, microbatch, name) -> what a stage has
         self._sent: dict[tuple[Edge, int], Node] = {}
         self._sums: dict[tuple[int, int], Node] = {}  # (result of the body, stage) -> the sum so far
+        self._inside: dict[tuple[int, str], list[int]] = {}  # piece -> which results it adds to their sums itself
         self._stacks: dict[tuple[int, int], list[Node]] = {}
         self._received: dict[Message, Node] = {}
         self._tokens: dict[Message, Node] = {}
@@ -74,6 +76,10 @@ class _Pipelined:
         """Write the actions, and what comes of them, before the loop's node, and erase that."""
         for (stage, kind), piece in self._cut.pieces.items():
             self._gm.add_submodule(_name(stage, kind), piece.graph)
+            if kind != "F" and (inside := summed_inside(piece, self._call.num_sums)) and self._call.rounds > 1:
+                self._inside[stage, kind] = inside
+                more = adding(piece.graph, [piece.results[k] for k in inside])
+                self._gm.add_submodule(_name(stage, kind, adds=True), more)
         with self._graph.inserting_before(self._node):
             for step in messages(self._schedule, list(self._edges), self._costs)[self._axis.rank]:
                 if isinstance(step, Compute):
@@ -128,9 +134,11 @@ class _Pipelined:
         inputs = [self._given(name, k) for name in piece.given]
         inputs += [self._arrived(edge, k) for edge in piece.received]
         inputs += [self._values[stage, k, name] for name in piece.taken]
-        outputs: Any = next(iter(reversed(piece.graph.graph.nodes))).args[0]
+        inside = [result for result in self._inside.get((stage, kind), ()) if (result, stage) in self._sums]
+        inputs += [self._sums.pop((result, stage)) for result in inside]
+        outputs = results_of(piece.graph)
         meta = {_PHASE: FORWARD if kind == "F" else BACKWARD}
-        made = insert_call(self._graph, _name(stage, kind), inputs, outputs, meta)
+        made = insert_call(self._graph, _name(stage, kind, adds=bool(inside)), inputs, outputs, meta)
         for x, source in zip(made, outputs, strict=True):
             x.meta.update(meta, val=source.meta["val"])
         self._values.update({(stage, k, name): made[i] for name, i in piece.kept.items()})
@@ -253,5 +261,6 @@ class _Pipelined:
         return self._graph.call_function(target, args, kwargs)
 
 
-def _name(stage: int, kind: str) -> str:
-    return f"stage_{stage}_{kind}"
+def _name(stage: int, kind: str, adds: bool = False) -> str:
+    """Return the name of a piece, or of the one that `adds` to sums."""
+    return f"stage_{stage}_{kind}" + "_adds" * adds

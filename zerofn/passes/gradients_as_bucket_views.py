@@ -9,6 +9,7 @@ from ..graph.alias import is_view, positions, sources
 from ..graph.edit import clean
 from ..graph.node_kinds import argument, is_batched
 from ..graph.program import tensor_of
+from ..graph.running_sums import add_in_place
 from ..ops.registry import OUT_GRADIENT
 from ._context import Context
 
@@ -19,8 +20,10 @@ def gradients_as_bucket_views(gm: GraphModule, context: Context) -> None:
     """Let the operation that makes a leaf's gradient write into the unit's flat bucket, if it has an out= form.
 
     This saves the copy into the bucket. The bucket is made before those operations. Other leaves are still copied into
-    it. The values are the same, bit for bit.
+    it. What a piece of a pipeline adds to the gradients of earlier microbatches is added there, leaf by leaf, and has
+    no bucket. The values are the same, bit for bit.
     """
+    add_in_place(gm.graph)
     where = positions(gm.graph)
     for node in list(where):
         if node.target is ops.ravel.default and not is_batched(node):
