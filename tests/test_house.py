@@ -86,6 +86,7 @@ KNOW_DRY_RUNS = {
     "zerofn.graph.liveness": "asks which tensors lie on the host",
     "zerofn.cost.simulator": "asks which tensors lie on the host",
     "zerofn.cost.op_cost": "asks which tensors lie on the host",
+    "zerofn.cost.machine": "makes one of its own kind",
     "zerofn.cost.host_share": "measures nothing for a machine that is not there",
     "zerofn.offload.policy": "asks which tensors lie on the host",
     "zerofn.offload.drive_tensor": "names the host's device",

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import pytest
+import torch
 from torch.func import functional_call
 
 import zerofn
@@ -12,6 +13,7 @@ from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import pipe
 from zerofn.planning.plan_variants import _usual_cuts
+from zerofn.schedules import make, simulate
 
 LAYERS, MICROBATCHES = 4, 4
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e8, host_memory=32e9,
@@ -28,6 +30,9 @@ def batch():
     return batch_of(rows=4 * MICROBATCHES)["x"]
 
 
+# Products take most of a step; in host memory everything would take a hundred times as long.
+GPUS = dataclasses.replace(HERE, name="gpus", device="cuda", flops={"float32": 1e10, "bfloat16": 4e10}, host_rate=4e8,
+                           host_link=1e9, link=1e12, network=1e12, launch=0.0, latency=0.0)  # fmt: skip
 MODEL = zerofn.skeleton(partial(build, LAYERS))
 
 
@@ -72,6 +77,31 @@ def test_each_stage_is_planned_as_its_rank_plans_it(ranks):
     assert row.json()["pipeline"]["ranks"][1]["stages"] == (1,)
 
 
+def on_gpus(sizes, precision=None, cuts=None):
+    """A plan with microbatches of 512 rows."""
+    rows = torch.empty(512 * MICROBATCHES, WIDTH, device="meta")
+    options = {**OPTIONS, "machine": GPUS, "precision": precision}
+    (row,) = zerofn.plan(train_step, init_state, rows, mesh=Mesh.planned(sizes), cuts=cuts, **options)
+    return row
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_two_stages_take_half_of_what_one_does_and_a_bubble(precision):
+    """Ranks compute together what one rank computes alone, and so does the table of `pipe`."""
+    mesh = Mesh.planned({"pipe": 2})
+    rows = torch.empty(512, WIDTH, device="meta")
+    halves = {"schedule": "1f1b", "stages": ["6"], "machine": GPUS, "precision": precision}
+    cuts = pipe(MODEL, mesh, loss_fn, rows, **halves)
+    row, alone = on_gpus({"pipe": 2}, precision, cuts), on_gpus({"data": 1}, precision).seconds
+    expected = simulate(make("1f1b", 2, MICROBATCHES), cuts.pipeline.costs).makespan
+    assert row.seconds == pytest.approx(expected, rel=0.03)
+    assert alone / 2 < row.seconds < alone / 2 * (1 + 1 / MICROBATCHES) * 1.2  # the first stage has no I
+    busy = [row.seconds * (1 - x.idle - x.exposed) for x in row.pipelined.ranks]
+    assert sum(busy) == pytest.approx(alone, rel=0.03)
+    told = MICROBATCHES * sum(x.f + x.i + x.w for x in cuts.stages)
+    assert told == pytest.approx(alone, rel=0.05)
+
+
 def test_a_step_without_cuts_gets_those_of_pipe():
     """With the microbatches that it has, and the balance and schedule that they ask for."""
     (own,) = planned({"pipe": 2}, given=False)
@@ -82,6 +112,8 @@ def test_a_step_without_cuts_gets_those_of_pipe():
 def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
     mesh = Mesh.planned({"pipe": 2, "tensor": 2})
     assert _usual_cuts(mesh).endswith("pipe(model, mesh, loss_fn, batch, cuts=zerofn.parallel.tensor(model, mesh))")
+    (row,) = zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 2}, **{**OPTIONS, "precision": "bf16"})
+    assert "parallel.pipe(model, mesh, loss_fn, batch, precision='bf16', machine=machine)" in row.config.call()
 
 
 def test_a_model_of_fewer_parts_than_stages_is_refused():

@@ -66,21 +66,21 @@ class Links:
         """Return the link of a node that sends."""
         given = arguments(node)
         if self._mesh is not None and is_message(node):
-            return self._channel(self._mesh, given["group"], given["peer"], traits(node).collective == "send")
+            (name,), peer = axes_along(self._mesh, given["group"]), given["peer"]
+            own = self._mesh.axis(name).rank
+            return self.between(name, (own, peer) if traits(node).collective == "send" else (peer, own))
         size = given["size"] if "size" in given else len(given["sources"]) if "sources" in given else 2
         key = given["group"], size
         if key not in self._known:
             self._known[key] = self._link(*key)
         return self._known[key]
 
-    def _channel(self, mesh: Mesh, group: str, peer: int, outward: bool) -> Link:
-        """Return the link of messages to a rank of a group, or from it."""
-        (name,) = axes_along(mesh, group)
-        own, m = mesh.axis(name).rank, self._machine
-        ends = (own, peer) if outward else (peer, own)
-        key = (name, *ends)
+    def between(self, name: str, ends: tuple[int, int]) -> Link:
+        """Return the link of messages between two places along an axis of the mesh."""
+        assert self._mesh is not None
+        key, m = (name, *ends), self._machine
         if key not in self._channels:
-            far = crosses(mesh, (name,), mesh.size(name), m.ranks, ends)
+            far = crosses(self._mesh, (name,), self._mesh.size(name), m.ranks, ends)
             lane = f"{SENT} along {name}, {ends[0]} to {ends[1]}"
             rate = min(m.link, m.network) if far else m.link
             self._channels[key] = Link(lane, OUTER if far else INNER, 2, rate, m.latency)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from ..dry_run.fake_machine import FakeMachine
 from ..util.arguments import check_fields, checked
 from ..util.errors import nearest
 from ..util.sizes import in_words
@@ -121,6 +122,10 @@ class Machine:
         """Return operations per second of matrix products in a dtype; in an unknown one, those of float32."""
         name = str(dtype).removeprefix("torch.")
         return self.flops.get(name) or self.flops["float32"]
+
+    def fake(self) -> FakeMachine:
+        """Return a fake machine of this kind, in which steps are captured for it."""
+        return FakeMachine(self.device != "cpu", self.host_rate / self.ranks, self.host_link)
 
     def rank_link(self, world: int) -> float:
         """Return bytes per second, in one direction, of each of `world` ranks when all send to all."""

@@ -35,11 +35,13 @@ class Simulated(NamedTuple):
     """A step of a pipeline, directly after another one.
 
     `seconds`: from the end of the step before to its own end. By rank: `idle`, the share of it in which the rank waits
-    for other stages, and `busy`, seconds by lane. `bound`: the busiest lane of all.
+    for other stages; `exposed`, that in which it waits for transfers within its stages and for the host; and `busy`,
+    seconds by lane. `bound`: the busiest lane of all.
     """
 
     seconds: float
     idle: tuple[float, ...]
+    exposed: tuple[float, ...]
     busy: tuple[dict[str, float], ...]
     bound: str
 
@@ -144,8 +146,10 @@ def simulated(
     busy = tuple(dict(rank.busy) for rank in ranks)
     seconds = max(max(rank.free[COMPUTE] for rank in ranks) - first, *(max(x.values(), default=0.0) for x in busy))
     lanes = [(n, lane) for x in busy for lane, n in x.items()]
-    idle = tuple(rank.idle / seconds if seconds else 0.0 for rank in ranks)
-    return Simulated(seconds, idle, busy, max(lanes, default=(0.0, COMPUTE))[1])
+    whole = seconds or 1.0
+    idle = tuple(rank.idle / whole for rank in ranks)
+    exposed = tuple((sum(rank.waited.values()) - rank.idle) / whole for rank in ranks)
+    return Simulated(seconds, idle, exposed, busy, max(lanes, default=(0.0, COMPUTE))[1])
 
 
 def _run(ranks: Sequence[_Rank]) -> None:

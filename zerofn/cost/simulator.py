@@ -25,7 +25,7 @@ from ..comm.mesh import Mesh
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import roots, writes
 from ..graph.liveness import complete_values, tensors_of
-from ..graph.nested import call_of, is_region
+from ..graph.nested import Call, call_of, is_region
 from ..graph.node_kinds import ASIDE, argument, reduces, traits
 from ..util.sizes import time_in_words
 from .links import SENT, Links
@@ -60,7 +60,7 @@ class Lanes:
 
     def __init__(self, machine: Machine, world: int, cost: Cost | None = None, mesh: Mesh | None = None) -> None:
         self.machine, self.world, self.cost, self.mesh = machine, world, cost or roofline(machine), mesh
-        self._links = Links(machine, world, mesh)
+        self.links = Links(machine, world, mesh)
         # In the order of first use, so that all ranks have the same sums: cable -> the lanes on it; lane -> the memory
         # that it fills.
         self._lanes_on: defaultdict[str, dict[str, None]] = defaultdict(dict)
@@ -100,8 +100,10 @@ class Lanes:
             return
         self.starts.append((node, self.free[COMPUTE]))
         if (call := call_of(node)) and not is_region(call.body):  # a region is compiled: one pass over its inputs
-            for _ in range(call.rounds):
+            for k in range(call.rounds):
                 self.run(call.body)
+                if k:  # the first round's terms are the sums
+                    self._take(COMPUTE, node, 0.0, self._adding(node, call))
             return
         if node.target is ops.wait.default:
             self._wait(node, root[node.all_input_nodes[0]])
@@ -125,7 +127,12 @@ class Lanes:
             if decoded:
                 self._decoded.update(dict.fromkeys([root[x] for x in writes(node)] or [node], decoded))
             if transfer.how == SENT:
-                self._share(lane, self._links.of(node).cable, start, seconds)
+                self._share(lane, self.links.of(node).cable, start, seconds)
+
+    def _adding(self, node: Node, call: Call) -> float:
+        """Return the seconds in which a loop adds the terms of a round to its sums."""
+        sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums]]
+        return sum(max(self.machine.launch, 3 * nbytes / self.machine.memory_rate) for nbytes in sums if nbytes)
 
     def done(self, memory: Node) -> float:
         """Return when the transfer into some memory ends."""
@@ -139,8 +146,13 @@ class Lanes:
         """Return the lane of a node's transfer, and the seconds that it takes there alone."""
         if x.how != SENT:
             return x.how, self.seconds_of(x.how, x.nbytes)
-        link = self._links.of(node)
+        link = self.links.of(node)
         return link.lane, link.latency + x.nbytes / link.rate
+
+    def message(self, axis: str, ends: tuple[int, int], nbytes: int) -> float:
+        """Return the seconds of a message between two places along an axis of the mesh."""
+        link = self.links.between(axis, ends)
+        return link.latency + nbytes / link.rate
 
     def seconds_of(self, how: str, nbytes: int) -> float:
         """Return the seconds of a transfer between device, host and drives, on its lane."""

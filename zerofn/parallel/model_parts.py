@@ -15,8 +15,9 @@ from .. import tree
 from ..capture.checked_capture import captured
 from ..comm.axes import PIPE
 from ..comm.mesh import FAKE, Mesh
+from ..cost.op_cost import moved
 from ..cost.simulator import Lanes, usual_for
-from ..dry_run.fake_machine import FakeMachine
+from ..dry_run.fake_machine import fake_machine
 from ..geometry.cuts import Pipeline, on_stages
 from ..graph.boundaries import holders, reads_of
 from ..graph.cut import Piece, cut
@@ -30,7 +31,7 @@ from ..passes._context import Context
 from ..schedules import Costs, Placement
 from ..schedules.balance import Part, balance
 from ..sharding.partition import Partition
-from ..sharding.precision import resolve
+from ..sharding.precision import Precision
 from ..sharding.shard import initial, shard_fake
 from ..training.train_state import TrainState
 from ..util.errors import nearest
@@ -54,10 +55,16 @@ class StageRow(NamedTuple):
 
 
 def captured_microbatch(
-    params: Mapping[str, Tensor], mesh: Mesh, loss_fn: Callable[[Any, Any], Any], batch: Any, cuts: Mapping[str, Any]
+    params: Mapping[str, Tensor],
+    mesh: Mesh,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    cuts: Mapping[str, Any],
+    precision: Precision,
 ) -> Loop:
-    """Return the loop of a step with one microbatch, all of whose leaves lie on stage 0."""
-    machine = FakeMachine(False, 1.0, 1.0)
+    """Return the loop of a step with one microbatch, all of whose leaves lie on stage 0. In a fake machine."""
+    machine = fake_machine()
+    assert machine is not None
 
     def fake(x: Any) -> Any:
         return machine.zeros(tuple(x.shape), x.dtype, torch.device("cpu")) if isinstance(x, Tensor) else x
@@ -70,10 +77,9 @@ def captured_microbatch(
         loss, grads = state.value_and_grad(scalar)(batch)
         return state.apply_gradients(grads), loss
 
-    with machine():
-        start = {name: nn.Parameter(fake(x), requires_grad=x.requires_grad) for name, x in params.items()}
-        state = initial(TrainState.create(params=start, tx=sgd(0.0)), resolve(None))
-        (loop,) = captured_loops(step, state, tree.tree_map(fake, batch), mesh, cuts)
+    start = {name: nn.Parameter(fake(x), requires_grad=x.requires_grad) for name, x in params.items()}
+    state = initial(TrainState.create(params=start, tx=sgd(0.0)), precision)
+    (loop,) = captured_loops(step, state, tree.tree_map(fake, batch), mesh, cuts, precision=precision)
     return loop
 
 
@@ -121,13 +127,12 @@ class Parts:
         self._part = _part_of(reads)
         self.points = first_uses(region, self._part.__getitem__)
         self.names = [point.name for point in self.points]
-        rate = lanes.machine.link
         self._costs = [
             Part(
                 f=sum(map(lanes.cost, point.forward)),
                 i=sum(map(lanes.cost, point.backward)) / 2,
                 w=sum(map(lanes.cost, point.backward)) / 2,
-                crossing=max(point.sent, point.returned) / rate,
+                crossing=lanes.message(PIPE, (0, 1), max(point.sent, point.returned)),
             )
             for point in self.points
         ]
@@ -194,14 +199,16 @@ class Way:
         self.leaves = holders(parts.region, begins)
         self._cut = cut(parts.region, self.leaves, placement.num_stages, range(placement.num_stages))
         seconds = {key: _seconds(piece, parts.lanes) for key, piece in self._cut.pieces.items()}
-        number, machine = placement.num_stages, parts.lanes.machine
+        number, ranks = placement.num_stages, [placement.rank_of(s) for s in range(placement.num_stages)]
         f, i, w = (tuple(seconds.get((s, kind), 0.0) for s in range(number)) for kind in "FIW")
         self.sent = [sum(e.nbytes for e in self._cut.edges if e.kind == "F" and e.source == s) for s in range(number)]
         self.back = [sum(e.nbytes for e in self._cut.edges if e.kind == "I" and e.source == s) for s in range(number)]
-        down, up = ([n / machine.link + machine.latency for n in x] for x in (self.sent[:-1], self.back[1:]))
+        pairs = list(zip(ranks, ranks[1:], strict=False))
+        down = tuple(parts.lanes.message(PIPE, x, n) for x, n in zip(pairs, self.sent[:-1], strict=True))
+        up = tuple(parts.lanes.message(PIPE, x[::-1], n) for x, n in zip(pairs, self.back[1:], strict=True))
         saved = tuple(self._kept(s, "F") for s in range(number))
         kept = tuple(self._kept(s, "I") for s in range(number))
-        self.costs = Costs(f, i, w, tuple(down), tuple(up), saved, kept)
+        self.costs = Costs(f, i, w, down, up, saved, kept)
 
     def _kept(self, stage: int, kind: str) -> float:
         piece = self._cut.pieces.get((stage, kind))
@@ -221,7 +228,7 @@ class Way:
 
 
 def _seconds(piece: Piece, lanes: Lanes) -> float:
-    """Return what the operations of a piece take."""
+    """Return what the operations of a piece take, without transfers, which run beside them."""
     complete_values(piece.graph.graph)
-    nodes: list[Node] = [x for x in piece.graph.graph.nodes if x.op == "call_function"]
+    nodes: list[Node] = [x for x in piece.graph.graph.nodes if x.op == "call_function" and moved(x) is None]
     return sum(map(lanes.cost, nodes))

@@ -7,16 +7,18 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..comm.axes import PIPE
 from ..comm.mesh import Mesh
-from ..cost.machine import Machine, machine_of
-from ..cost.simulator import Lanes, usual_for
+from ..cost.machine import Machine, machine_of, usual
+from ..cost.simulator import Lanes
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..graph.pipelines import Loop
 from ..job.agreement import exchange
 from ..schedules import NAMES, Costs, Placement, best, make
+from ..sharding.precision import Precision, resolve
 from ..util.arguments import checked
 from ..util.errors import nearest
 from ..util.sizes import in_words, time_in_words
@@ -62,6 +64,7 @@ def pipe(
     stages: Sequence[str] | None = None,
     microbatches: int | None = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
+    precision: Precision | str | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Return the cuts of a model into stages over the mesh's axis "pipe", for `shard`. They print as a table.
@@ -80,11 +83,13 @@ def pipe(
     stages a rank, in a loop), "zbv" (two, in a V), or "auto": the placement and order that a simulation finds the
     fastest. `stages`: the names of parts, units or leaves with which stages but the first begin, instead of the
     balance. `microbatches`: for how many to choose; the step may have another number. `cuts`: those of other axes, as
-    `zerofn.parallel.tensor` returns them, which the result includes. `machine`: what costs are for, as for `compile`.
-    All ranks take the first one's figures.
+    `zerofn.parallel.tensor` returns them, which the result includes. `precision`: as for `shard`; in bfloat16 products
+    take half of the time that they take in float32, or less, so that the embedding and norms count for more.
+    `machine`: what costs are for, a name as for `plan`; by default a typical one, with GPUs where this process sees
+    one. All ranks take the first one's figures.
 
     Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, and a loss function that
-    reads parameters in no order.
+    reads parameters in no order; what `shard` raises for a precision.
     """
     several = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
     given = {name: tuple(cut for cut in x if cut.axis != PIPE) for name, x in several.items()}
@@ -92,11 +97,12 @@ def pipe(
     if num_ranks == 1:
         return dict(cuts or {})
     _check_schedule(schedule, chunks, stages)
-    params = dict(model.named_parameters())
-    loop = captured_microbatch(params, mesh, loss_fn, batch, given)
-    where = machine_of(machine) if machine is not None else usual_for(loop.call.body)
+    dtypes, params = resolve(precision), dict(model.named_parameters())
+    where = machine_of(machine) if machine is not None else usual(torch.cuda.is_available())
     asked = Asked(schedule, chunks, stages, microbatches or MICROBATCHES * num_ranks)
-    return into_stages(loop, mesh, where, asked, given, shapes_of(params))
+    with where.fake()():
+        loop = captured_microbatch(params, mesh, loss_fn, batch, given, dtypes)
+        return into_stages(loop, mesh, where, asked, given, shapes_of(params))
 
 
 class Asked(NamedTuple):
@@ -116,8 +122,8 @@ def into_stages(
     given: Mapping[str, tuple[Cut, ...]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> StageCuts:
-    """Return the cuts of a model into stages. `loop`: over its microbatches, all of whose leaves lie on stage 0;
-    `given`: cuts over other axes; `shapes`: of parameters, by name.
+    """Return the cuts of a model into stages, in a fake machine. `loop`: over its microbatches, all of whose leaves lie
+    on stage 0; `given`: cuts over other axes; `shapes`: of parameters, by name.
     """
     parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh))
     ways = list(_ways(parts, mesh, asked))

@@ -80,7 +80,7 @@ class Plan:
 
     @cached_property
     def _memory(self) -> Memory:
-        with self._there():
+        with self.there():
             there = resident(self.program)
             over_time = list(moments(self.program.gm, there.device))
         most = max(over_time, key=lambda x: x.nbytes)
@@ -114,11 +114,13 @@ class Plan:
 
     @cached_property
     def _transfers(self) -> Counter[Traffic]:
-        with self._there():
+        with self.there():
             return traffic(self.program.gm, self.program.mesh)
 
-    def _there(self) -> contextlib.AbstractContextManager[None]:
-        """Enter the fake machine that the step was captured for."""
+    def there(self) -> contextlib.AbstractContextManager[None]:
+        """Enter the fake machine that the step was captured for: what is on the device and what on the host is known
+        there alone.
+        """
         return self._fake() if self._fake is not None else contextlib.nullcontext()
 
     def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
@@ -141,7 +143,7 @@ class Plan:
             )
         if self.machine is None:
             where.check_here()
-        with self._there():
+        with self.there():
             if where not in self._timelines:
                 cost = measured([self.graph], where) if where.is_here else None
                 self._timelines[where] = Timeline(self.graph, where, self.world, cost, self.program.mesh)
@@ -172,7 +174,7 @@ class Plan:
     @property
     def flops(self) -> Flops:
         """Return the operations of matrix products of a rank in a step: `model` and, to save memory, `again`."""
-        with self._there():
+        with self.there():
             return flops_of_step(self.program)
 
     @property

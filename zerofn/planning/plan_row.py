@@ -74,7 +74,7 @@ class Config(NamedTuple):
 
     def call(self) -> str:
         """Return the code to write."""
-        given, first = [f"{name}={_written(value)}" for name, value in self.options.items()], ""
+        given, first = [f"{name}={as_code(value)}" for name, value in self.options.items()], ""
         if self.on_axes:
             mesh = f"zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
             prepare = "".join(kind_of(name).prepare for name in self.sizes)
@@ -90,7 +90,7 @@ class Config(NamedTuple):
         )
 
 
-def _written(value: Any) -> str:
+def as_code(value: Any) -> str:
     """Return an argument as code; of a dataclass, what differs from the defaults."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
@@ -127,13 +127,15 @@ class Estimate(NamedTuple):
 
 class OfStages(NamedTuple):
     """A rank of a pipeline: the stages on it; elements of its parameters that it computes with; bytes by kind at its
-    peak; the share of a step in which it waits for other stages; bytes that it sends to others in a step.
+    peak; the share of a step in which it waits for other stages, and that in which it waits for transfers within its
+    own; bytes that it sends to others in a step.
     """
 
     stages: tuple[int, ...]
     elements: int
     peak: Live
     idle: float
+    exposed: float
     sent: int
 
     @property
@@ -171,7 +173,7 @@ class Pipelined(NamedTuple):
         return [
             f"rank {k} along pipe: {_numbered(x.stages)}, {x.elements:,} parameters, {in_words(x.device)} "
             f"at its peak ({', '.join(f'{kind} {in_words(n)}' for kind, n in x.peak.items() if n)}), "
-            f"{x.idle:.0%} idle, sends {in_words(x.sent)} along pipe"
+            f"{x.idle:.0%} idle, {x.exposed:.0%} waiting for transfers within, sends {in_words(x.sent)} along pipe"
             for k, x in enumerate(self.ranks)
         ]
 
@@ -298,7 +300,7 @@ def _short(value: Any) -> str:
     """Return an argument as a table shows it."""
     if value is None or isinstance(value, str):
         return value or "-"
-    return _written(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
+    return as_code(value).partition("(")[2].rstrip(")").replace("'", "").replace("torch.", "")
 
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:

@@ -36,7 +36,7 @@ from ..sharding.shard import initial, shard_fake
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
 from .plan import Plan
-from .plan_row import Config, Needs, Row, lacking
+from .plan_row import Config, Needs, Row, as_code, lacking
 from .stages import as_stages, has_stages, pipelined, schedule_of, stages_of_step
 
 T = TypeVar("T")
@@ -114,15 +114,17 @@ class Initial:
         return self._known[key][1]
 
 
-def _usual_cuts(mesh: Mesh, written: str = "") -> str:
+def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
     """Return code that makes cuts on a mesh. `written`: those over all axes but `pipe`, where they are not the usual
-    ones.
+    ones; `options`: more arguments of `pipe`, as code.
     """
     known = [kind for kind in reversed(KINDS.values()) if kind.cuts]  # the innermost axis first
     others = written or " | ".join(kind.cuts for kind in known if not kind.stages and mesh.size(kind.name) > 1)
     if mesh.stages.size == 1:
         return others or known[0].cuts
-    return f"{KINDS[PIPE].cuts.removesuffix(')')}, cuts={others})" if others else KINDS[PIPE].cuts
+    given = {**({"cuts": others} if others else {}), **options}
+    more = "".join(f", {name}={value}" for name, value in given.items())
+    return f"{KINDS[PIPE].cuts.removesuffix(')')}{more})"
 
 
 def listed(x: Any) -> list[Any]:
@@ -186,19 +188,22 @@ class RowPlanner:
     def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
         self._step, self._mesh, self._machine = step, mesh, machine
         self._written, self._initials = machine_argument, initials
+        self._into: dict[Precision, StageCuts] = {}
         tensors = [x for x in tree.leaves(step.batch) if isinstance(x, Tensor)]
         self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
-        if mesh.stages.size > 1 and not has_stages(step.cuts):
-            self._step = step._replace(cuts=self._into_stages())
 
-    def _into_stages(self) -> StageCuts:
+    def _cuts(self, precision: Precision) -> Cuts | None:
         """Return the cuts of the step, with those into stages."""
-        step, m, fake = self._step, self._machine, self._fake
-        precision = halves(m) if m.device != "cpu" else None
-        with fake():
-            state = self._initials.of(step.init_state, resolve(precision))
-            batch, *_ = self._scaled(fake, self.num_rows)
-            return stages_of_step(step.train_step, state, batch, self._mesh, m, step.cuts, precision)
+        step, fake = self._step, self._fake
+        if self._mesh.stages.size == 1 or has_stages(step.cuts):
+            return step.cuts
+        if precision not in self._into:
+            with fake():
+                state = self._initials.of(step.init_state, precision)
+                batch, *_ = self._scaled(fake, self.num_rows)
+                cuts = stages_of_step(step.train_step, state, batch, self._mesh, self._machine, step.cuts, precision)
+            self._into[precision] = cuts
+        return self._into[precision]
 
     def rows(self, asked: Asked) -> Iterator[Row]:
         """Plan every configuration that is asked for, and what does not fit with recomputation too."""
@@ -211,12 +216,19 @@ class RowPlanner:
 
     def configs(self, asked: Asked) -> Iterator[Config]:
         """Return every configuration that is asked for."""
-        cuts = _usual_cuts(self._mesh, self._step.written) if self._step.cuts else ""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
                 if self._step.again and asked.stage == ALL and config.stage != STAGES[-1]:
                     continue  # it has no effect there
+                cuts = self._cuts_in_words(config)
                 yield config._replace(machine=self._written, cuts=cuts, again=self._step.again)
+
+    def _cuts_in_words(self, config: Config) -> str:
+        """Return the code that makes the cuts of a configuration; empty without cuts."""
+        if not self._step.cuts and self._mesh.stages.size == 1:
+            return ""
+        given = {} if config.precision is None else {"precision": as_code(config.precision)}
+        return _usual_cuts(self._mesh, self._step.written, **given, machine=self._written)
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
@@ -265,14 +277,13 @@ class RowPlanner:
 
     @property
     def _fake(self) -> FakeMachine:
-        m = self._machine
-        return FakeMachine(m.device != "cpu", m.host_rate / m.ranks, m.host_link)
+        return self._machine.fake()
 
     def _laid(self, fake: FakeMachine, config: Config, mesh: Mesh) -> Any:
         """Return the state, laid out."""
         with fake():
             first = self._initials.of(self._step.init_state, resolve(config.precision))
-            partition = Partition.zero(mesh, cuts=self._step.cuts, **config.options)
+            partition = Partition.zero(mesh, cuts=self._cuts(resolve(config.precision)), **config.options)
             return shard_fake(first, partition, self._step.unit)
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:

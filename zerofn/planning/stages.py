@@ -17,6 +17,7 @@ from ..graph.program import Program, ShardedInput
 from ..parallel.model_parts import captured_loops, shapes_of
 from ..parallel.pipe import Asked, StageCuts, into_stages
 from ..schedules import Schedule
+from ..sharding.precision import Precision
 from .plan import Plan
 from .plan_row import OfStages, Pipelined
 
@@ -43,7 +44,7 @@ def stages_of_step(
     mesh: Mesh,
     machine: Machine,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None,
-    precision: Any,
+    precision: Precision,
 ) -> StageCuts:
     """Return the cuts of a step's model into the stages of a mesh, in a fake machine. `state`: the whole first state;
     `cuts`: those over other axes.
@@ -72,17 +73,19 @@ def pipelined(schedule: Schedule | None, plans: Sequence[Plan], machine: Machine
     if schedule is None:
         return None
     graphs, meshes = [plan.graph for plan in plans], [plan.program.mesh for plan in plans]
-    cost = measured(graphs, machine) if machine.is_here else None
-    step = simulated(graphs, [mesh for mesh in meshes if mesh is not None], machine, cost)
+    with plans[0].there():
+        cost = measured(graphs, machine) if machine.is_here else None
+        step = simulated(graphs, [mesh for mesh in meshes if mesh is not None], machine, cost)
     ranks = (
         OfStages(
             schedule.placement.stages_of(rank),
             _elements(plan),
             dict(plan.memory().peak),
             idle,
+            exposed,
             sum(n for axis, n in plan.sent_along.items() if PIPE in axis.split(BETWEEN)),
         )
-        for rank, (plan, idle) in enumerate(zip(plans, step.idle, strict=True))
+        for rank, (plan, idle, exposed) in enumerate(zip(plans, step.idle, step.exposed, strict=True))
     )
     return Pipelined(schedule.name, schedule.microbatches, step.seconds, step.bound, tuple(ranks))
 

@@ -15,6 +15,8 @@ from torch.func import functional_call
 
 import zerofn
 
+from .modules import calls_as_autocast
+
 AXES = ("pipe", "data", "replicate", "expert", "tensor")
 
 
@@ -68,8 +70,15 @@ class TrainerOnMesh(transformers.Trainer):
         if any(axis.kind.experts for axis in self.mesh.slices):
             self._cuts |= zerofn.moe.experts(model, self.mesh)
         if self.mesh.stages.size > 1:
-            with self.step_on_mesh():
-                self._cuts = zerofn.parallel.pipe(model, self.mesh, *_without_labels(model), cuts=self._cuts)
+            with self.step_on_mesh(), calls_as_autocast(model, torch.device("cpu"), self.args.computes_in):
+                self._cuts = zerofn.parallel.pipe(
+                    model,
+                    self.mesh,
+                    *_without_labels(model),
+                    microbatches=self.args.gradient_accumulation_steps,
+                    cuts=self._cuts,
+                    precision=self.args.shard_options["precision"],
+                )
         if self._cuts:
             model.register_forward_pre_hook(self._refuse_whole)
         return model
