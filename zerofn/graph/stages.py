@@ -243,12 +243,15 @@ class Stages:
     # results
 
     def _home(self, result: Node) -> tuple[int, ...]:
-        """Return the stages that have a term of a result of the body, or the one that has it."""
+        """Return the stages that have a term of a result of the body, or the one that has it: all, of what depends on
+        no leaf, such as zeros for a gradient. Such zeros are as many as a rank has elements of the leaf."""
         region = self.region
         if result in region.tail:
             seams = seams_behind(result, region)
             return tuple(sorted({s for seam in seams for s in self.terms[region.seams.gradients[seam]]}))
         needs = region.of(result)
+        if not needs.values and not needs.leaves:
+            return tuple(range(self._count))
         late = [self.at[x] for x in needs.values if x in region.gradients]
         able = [s for s in range(self._count) if self._fits(s, (), needs.leaves)]
         stage = min(late) if late else max((self.at[x] for x in needs.values), default=max(able, default=-1))
