@@ -1,6 +1,7 @@
 """Plans of pipelines that are not there, beside real ranks and the simulation of their schedule."""
 
 import dataclasses
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -11,6 +12,9 @@ import zerofn
 from tests.support.small_steps import WIDTH, batch_of, build
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.graph import liveness
+from zerofn.graph.alias import roots
+from zerofn.graph.nested import graphs_of
 from zerofn.parallel import pipe
 from zerofn.planning.plan_variants import _usual_cuts
 from zerofn.schedules import make, simulate
@@ -100,6 +104,14 @@ def test_two_stages_take_half_of_what_one_does_and_a_bubble(precision):
     assert sum(busy) == pytest.approx(alone, rel=0.03)
     told = MICROBATCHES * sum(x.f + x.i + x.w for x in cuts.stages)
     assert told == pytest.approx(alone, rel=0.05)
+
+
+def test_memory_looks_at_a_piece_once_however_often_it_runs(monkeypatch):
+    (row,) = planned({"pipe": 2})
+    seen = Counter()
+    monkeypatch.setattr(liveness, "roots", lambda graph: seen.update([graph]) or roots(graph))
+    list(liveness.moments(row.plan.graph, {}))
+    assert seen == Counter(gm.graph for gm in graphs_of(row.plan.graph)) and len(seen) > 2
 
 
 def test_a_step_without_cuts_gets_those_of_pipe():

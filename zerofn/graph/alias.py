@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import OpOverload, aliased_arguments
 from ..ops.registry import UNDECLARED_VIEWS, argument_places, may_write, traits_of, written_arguments
-from .nested import call_of, calls, foreign_graphs, is_nested, is_unknown, runs_once
+from .nested import body_of, call_of, calls, foreign_graphs, is_nested, is_unknown, results_of, runs_once
 
 # Both caches are keyed by id, because hashing an operation is a slow call in Python. Their values hold the operation,
 # so that no other object gets its id.
@@ -80,10 +80,13 @@ def writes(node: Node) -> list[Node]:
 
 def _shared_inside(node: Node, k: int) -> list[Node]:
     """Return the input whose memory result `k` of a body is."""
+    result = results_of(body_of(node))[k]
+    memory = memory_of(result) if isinstance(result, Node) else None
+    if memory is None or memory.op != "placeholder":  # nearly always: the inputs are not looked at
+        return []
     call = call_of(node)
     assert call is not None
-    memory = memory_of(call.results[k]) if isinstance(call.results[k], Node) else None
-    return [call.given[memory]] if memory in call.given else []
+    return [call.given[memory]]
 
 
 def _written_inside(node: Node) -> list[Node]:

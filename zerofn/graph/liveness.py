@@ -16,7 +16,7 @@ from ..comm.float8_wire import FP8
 from ..comm.wire import nbytes_on_wire
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
-from .alias import is_given, is_lent, memory_of, positions, roots, touches
+from .alias import is_given, is_lent, positions, roots, touches
 from .nested import Call, call_of, is_nested, is_region, is_result, runs_once
 from .node_kinds import (
     argument,
@@ -68,22 +68,27 @@ class Moment(NamedTuple):
         return sum(self.live.values())
 
 
-def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterator[Moment]:
+def moments(
+    gm: GraphModule, base: Live, handed: Handed | None = None, known: dict[Graph, _Made] | None = None
+) -> Iterator[Moment]:
     """Yield what is alive while each node runs, in the order of execution. `base`: bytes that are alive before; all but
-    `handed` stay.
+    `handed` stay. `known`: of bodies that have run, since they run again.
 
     A node that runs a body yields the body's moments once, in a round after the first.
     """
+    known = {} if known is None else known
+    if gm.graph not in known:
+        known[gm.graph] = _made(gm.graph)
     born: dict[int, list[Allocation]] = defaultdict(list)
     dying: dict[int, list[Allocation]] = defaultdict(list)
-    for block in blocks(gm.graph, handed):
+    for block in _with_handed(known[gm.graph], handed):
         born[block.born].append(block)
         dying[block.dies].append(block)
     live = {kind: base.get(kind, 0) for kind in KINDS}
     for k, node in enumerate(gm.graph.nodes):
         call = call_of(node)
         if call and runs_once(node):  # it makes its results inside, and frees there what ends with it
-            yield from moments(call.body, live, _handed(call, dying[k]))
+            yield from moments(call.body, live, _handed(call, dying[k], known[gm.graph].root), known)
             if not is_region(call.body):  # compiled, it reads all inputs and writes all results at once
                 _count(live, dying.pop(k), -1)
             _count(live, born[k])
@@ -91,7 +96,7 @@ def moments(gm: GraphModule, base: Live, handed: Handed | None = None) -> Iterat
             before = dict(live) if call else live
             _count(live, born[k])
             if call:
-                yield from _moments_inside(node, call, before, live)
+                yield from _moments_inside(node, call, before, live, known)
         yield Moment(node, dict(live))
         _count(live, dying[k], -1)
 
@@ -102,32 +107,53 @@ def _count(live: Live, alive: list[Allocation], times: int = 1) -> None:
         live["reserved"] -= block.nbytes * block.placed * times
 
 
-def _handed(call: Call, dying: list[Allocation]) -> Handed:
+def _handed(call: Call, dying: list[Allocation], root: dict[Node, Node]) -> Handed:
     """Return the memory that nobody but a body needs any more, and the body's inputs that lie in it."""
     found: dict[Allocation, list[Node]] = {}
     for inside, outer in call.given.items():
         for block in dying:
-            if block.node is memory_of(outer):
+            if block.node is root[outer]:
                 found.setdefault(block, []).append(inside)
     return found
 
 
-def _moments_inside(node: Node, call: Call, before: Live, after: Live) -> Iterator[Moment]:
+def _moments_inside(node: Node, call: Call, before: Live, after: Live, known: dict[Graph, _Made]) -> Iterator[Moment]:
     """Yield the moments of a body's round: beside the sums and stacks of earlier rounds, then the addition.
 
     The largest addition is in the second round, which makes new memory for each sum, one after the other.
     """
-    yield from moments(call.body, after if call.rounds > 1 else before)
+    yield from moments(call.body, after if call.rounds > 1 else before, None, known)
     sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums]]
     if sums:
         terms = sum(sums) + max(sums) if call.rounds > 1 else max(sums)
         yield Moment(node, {**after, "gradients": after["gradients"] + terms})
 
 
+class _Made(NamedTuple):
+    """The memory that a graph makes; positions of its nodes, the memory of each, and the nodes that touch memory."""
+
+    blocks: list[Allocation]
+    where: dict[Node, int]
+    root: dict[Node, Node]
+    touched: dict[Node, list[Node]]
+
+
 def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
     """Return the memory that the operations of a graph make on the device where models compute, in order, with what
     they say that they have beside their results, and behind it what is `handed` to the graph.
     """
+    return _with_handed(_made(graph), handed)
+
+
+def _with_handed(made: _Made, handed: Handed | None) -> list[Allocation]:
+    found = []
+    for block, inputs in (handed or {}).items():
+        dies = max(made.where[made.touched[x][-1]] for x in inputs)
+        found.append(block._replace(node=inputs[0], born=-1, dies=dies))
+    return [*made.blocks, *(block for block in found if block.nbytes)]
+
+
+def _made(graph: Graph) -> _Made:
     complete_values(graph)
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
@@ -146,10 +172,7 @@ def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
         if received:
             kind = "gradients" if reduces(node) else "gathered"
             out.append(Allocation(node, received, kind, at, where[wait_of(node)]))
-    for block, inputs in (handed or {}).items():
-        dies = max(where[touched[x][-1]] for x in inputs)
-        out.append(block._replace(node=inputs[0], born=-1, dies=dies))
-    return [block for block in out if block.nbytes]
+    return _Made([block for block in out if block.nbytes], where, root, touched)
 
 
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:

@@ -116,7 +116,19 @@ class Call(NamedTuple):
     @property
     def results(self) -> Sequence[Any]:
         """What the body returns, in order."""
-        return next(iter(reversed(self.body.graph.nodes))).args[0]
+        return results_of(self.body)
+
+
+def results_of(gm: GraphModule) -> Sequence[Any]:
+    """Return what a graph returns, in order."""
+    results: Any = next(iter(reversed(gm.graph.nodes))).args[0]
+    return results
+
+
+def body_of(node: Node) -> GraphModule:
+    """Return the body that a node runs."""
+    body: Any = node.graph.owning_module.get_submodule(str(node.args[0].target))  # type: ignore[union-attr]
+    return body
 
 
 def _call_of_call(node: Node) -> Call:
@@ -133,8 +145,7 @@ def _call_of_repeat(node: Node) -> Call:
 
 def _body_of(node: Node) -> tuple[str, GraphModule, list[Node]]:
     """Return the name of a node's body, the body, and its inputs."""
-    name = str(node.args[0].target)  # type: ignore[union-attr]
-    body: Any = node.graph.owning_module.get_submodule(name)  # type: ignore[union-attr]
+    name, body = str(node.args[0].target), body_of(node)  # type: ignore[union-attr]
     # They come first, and `writes` asks at every pass: the rest of a large body is not looked at.
     return name, body, list(itertools.takewhile(lambda x: x.op == "placeholder", body.graph.nodes))
 

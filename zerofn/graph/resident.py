@@ -104,11 +104,15 @@ def offloaded(gm: GraphModule) -> Counter[int]:
             change[node][_locked(node)] += 1
             change[touched[node][-1]][_locked(node)] -= 1
     now, most = Counter[int](), Counter[int]()
+    inside: dict[GraphModule, Counter[int]] = {}  # of bodies, which run again
     for node in nodes:
         if call := call_of(node):
-            most |= now + offloaded(call.body)
-        now.update(change[node])
-        most |= now
+            if call.body not in inside:
+                inside[call.body] = offloaded(call.body)
+            most |= now + inside[call.body]
+        if node in change:
+            now.update(change[node])
+            most |= now
     return most
 
 

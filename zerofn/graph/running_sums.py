@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from .alias import is_lent, is_view, last_writers, memory_of, positions, roots, sources
 from .edit import behind, clean, copied
 from .liveness import complete_values
+from .nested import results_of
 from .node_kinds import argument, is_batched
 from .pieces import Piece
 from .program import tensor_of
@@ -32,11 +33,6 @@ def summed_inside(piece: Piece, num_sums: int) -> list[int]:
     return [k for k, i in piece.results.items() if k < num_sums and times[i] == 1 and _fills_own_memory(outputs[i])]
 
 
-def results_of(gm: GraphModule) -> list[Node]:
-    """Return what a graph returns."""
-    return list(next(iter(reversed(gm.graph.nodes))).args[0])
-
-
 def _fills_own_memory(value: Node) -> bool:
     memory, x = memory_of(value), tensor_of(value)
     made = memory.op == "call_function" and not is_lent(memory)
@@ -48,7 +44,7 @@ def adding(body: GraphModule, numbers: Sequence[int]) -> GraphModule:
     the sums of both instead. `numbers`: which results, each once.
     """
     gm = copied(body)
-    graph, results = gm.graph, results_of(gm)
+    graph, results = gm.graph, list(results_of(gm))
     output = next(iter(reversed(graph.nodes)))
     last = [x for x in graph.nodes if x.op == "placeholder"][-1]
     for k in numbers:

@@ -12,11 +12,11 @@ from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::rec
 from ..graph.cut import Edge, cut
 from ..graph.edit import clean
 from ..graph.liveness import complete_values
-from ..graph.nested import NAMES, insert_call, is_result
+from ..graph.nested import NAMES, insert_call, is_result, results_of
 from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
-from ..graph.running_sums import adding, results_of, summed_inside
+from ..graph.running_sums import adding, summed_inside
 from ..graph.stages import seams_behind
 from ..schedules import Action, Compute, Message, Receive, Send, Sent, messages
 from ..schedules import Edge as Between
