@@ -77,18 +77,21 @@ def room(module: str) -> str:
     return module.split(".")[1] if "." in module else "__init__"
 
 
-def imported_modules(module: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported_modules(module: str, tree: ast.AST) -> list[tuple[int, str]]:
     """`(line, dotted name)` of everything imported anywhere in a file, relative names resolved."""
+    found: list[tuple[int, str]] = []
     package = module.split(".")
     if FILES[module].name != "__init__.py":
         package = package[:-1]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*base, *(node.module or "").split(".")]).strip(".")
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+    return found
 
 
 def room_imported(name: str) -> str | None:

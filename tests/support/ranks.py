@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import io
 import os
 import pickle
@@ -36,13 +35,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import runtimes
+from tests.support import beforehand, runtimes
 from tests.support.fork_server import Forked, ForkServer
 from zerofn.comm.known_meshes import Meshes
 from zerofn.util.process import instead
 
-# What a rank would import for its first step, and for its first model: a thousand modules, in seconds.
-FIRST = ("zerofn.compile", "torch._dynamo", "transformers.models.llama.modeling_llama")
 SERVER, FILTERS = pytest.StashKey[ForkServer | None](), pytest.StashKey[list[str]]()
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
@@ -346,10 +343,9 @@ def _report(num_ranks: int, failures: list[RankFailure], hung: dict[int, str], t
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    if not session.config.option.collectonly and _needed(session):
-        for name in FIRST:
-            if name.split(".")[0] in sys.modules:
-                importlib.import_module(name)
+    option = session.config.option
+    if not option.collectonly and _needed(session):
+        beforehand.bring(whole=bool(option.workers))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
