@@ -232,14 +232,15 @@ def test_a_program_that_ends_while_it_saves(from_environment):
     assert torch.equal(zerofn.load("s3://bucket/ends", like=like)["w"], torch.arange(3_000_000))
 
 
-def test_commands(from_environment, capsys):
-    for k in (7, 8):
-        zerofn.save(f"s3://bucket/commands/{k}", train_state(k))
-    assert cli.main(["inspect", "s3://bucket/commands/7"]) == 0
-    assert cli.main(["verify", "s3://bucket/commands/7"]) == 0
-    assert cli.main(["diff", "s3://bucket/commands/7", "s3://bucket/commands/8"]) == 1
+def test_commands(tmp_path, capsys):
+    first, second = (f"objects://{tmp_path}/{k}" for k in (7, 8))
+    zerofn.save(first, train_state(7))
+    zerofn.save(second, train_state(8))
+    assert cli.main(["inspect", first]) == 0
+    assert cli.main(["verify", first]) == 0
+    assert cli.main(["diff", first, second]) == 1
     printed = capsys.readouterr().out
-    assert "checkpoint    s3://bucket/commands/7" in printed and "every bit is as saved" in printed
+    assert f"checkpoint    {first}" in printed and "every bit is as saved" in printed
     assert "step:" in printed
 
 

@@ -38,11 +38,16 @@ def one_unit(name: str) -> str:
     return "all"
 
 
-def test_every_world_size_and_stage(ranks, tmp_path):
+FEW, MORE = [(1, 3), (2, 1), (3, 2)], [(2, 0), (3, 3)]
+
+
+@pytest.mark.part(readers=[FEW])
+@pytest.mark.parametrize("readers", [FEW, MORE], ids=str)
+def test_every_world_size_and_stage(ranks, tmp_path, readers):
     names = [f"{n}-{stage}" for n in (1, 2, 3) for stage in STAGES]
     for n in (1, 2, 3):
         ranks(n, save_at, tmp_path, STAGES)
-    for n, stage in ((1, 3), (2, 0), (2, 1), (3, 3), (3, 2)):
+    for n, stage in readers:
         ranks(n, load_at, tmp_path, names, stage)
     ranks(2, load_at, tmp_path, names[-1:], 3, one_unit)
     for name in names:  # and without ranks, into a plain state

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.runs_of_examples import run
+from tests.support.runs_of_examples import run, run_here
 
 TINY = ["--steps", 4, "--iterations", 12, "--batch", 64, "--width", 48, "--layers", 2]
 
@@ -33,7 +33,7 @@ def check(printed):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The largest eigenvalue as one process finds it."""
-    return check(run("explicit.py", *TINY, folder=tmp_path_factory.mktemp("alone")))
+    return check(run_here("explicit.py", *TINY, folder=tmp_path_factory.mktemp("alone")))
 
 
 def test_one_process_finds_the_curvature(alone):

@@ -282,6 +282,7 @@ def test_half_precision_is_autocast():
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
+@pytest.mark.part(precision=["bf16-mixed"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_state_on_drives_is_trained_and_evaluated(tmp_path, precision):
     here, there = (
@@ -406,6 +407,7 @@ class Swaps(pl.Callback):
         module.load_state_dict(self.kept, strict=False)
 
 
+@pytest.mark.part(precision=["bf16-mixed"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_of_another_kind_for_the_validation(tmp_path, precision):
     found = []

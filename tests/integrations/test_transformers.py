@@ -62,6 +62,7 @@ def test_the_losses_of_transformers(tmp_path, name, caplog):
     np.testing.assert_allclose(logged(mine, "grad_norm"), logged(plain, "grad_norm"), rtol=2e-5)
 
 
+@pytest.mark.part(steps=[3])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_microbatches_of_other_lengths(tmp_path, steps):
     """Each has its share of the tokens that count."""
@@ -72,6 +73,7 @@ def test_microbatches_of_other_lengths(tmp_path, steps):
     )
 
 
+@pytest.mark.part(initialised=[True])
 @pytest.mark.parametrize("initialised", [True, False])
 def test_dropout_is_off_in_evaluations_and_on_behind_them(tmp_path, initialised):
     def dropping():
@@ -348,8 +350,9 @@ def looking(library, folder, case, **more):
 
 @pytest.mark.parametrize(
     "case, more",
-    [("left", {}), ("left", {"gradient_accumulation_steps": 2}), ("right", {"pad_to_multiple_of": 1}),
-     ("right, weights", {}), ("right, weights", {"gradient_accumulation_steps": 2, "pad_to_multiple_of": 3})],
+    [pytest.param("left", {}, marks=pytest.mark.whole), ("left", {"gradient_accumulation_steps": 2}),
+     ("right", {"pad_to_multiple_of": 1}), pytest.param("right, weights", {}, marks=pytest.mark.whole),
+     ("right, weights", {"gradient_accumulation_steps": 2, "pad_to_multiple_of": 3})],
 )  # fmt: skip
 def test_a_loss_that_looks_at_padding_or_has_weights_for_tokens(tmp_path, case, more):
     plain = {k: v for k, v in more.items() if k != "pad_to_multiple_of"}
@@ -588,6 +591,7 @@ def short_groups(folder, case, rank_rows=4):
     return found
 
 
+@pytest.mark.part(case=["tokens"])
 @pytest.mark.parametrize("case", ["tokens", "means"])
 def test_a_short_last_group_of_a_stream_is_added_to_the_next_epochs_first(tmp_path, case):
     plain, mine = short_groups(tmp_path, case)

@@ -27,7 +27,7 @@ CASES = [
     pytest.param("qwen3_moe", 4, {"data": 2, "expert": 2}, 3, marks=whole),
     ("deepseek_v3", 2, {"expert": 2}, 0),
     pytest.param("deepseek_v3", 4, {"expert": 2, "replicate": 2}, 3, marks=whole),
-    ("mixtral", 4, {"expert": 2, "tensor": 2}, 3),
+    pytest.param("mixtral", 4, {"expert": 2, "tensor": 2}, 3, marks=whole),  # experts of one's own: test_cuts.py
     pytest.param("deepseek_v3", 4, {"expert": 2, "tensor": 2}, 0, marks=whole),
     pytest.param("mixtral", 4, {"expert": 2, "context": 2}, 2, marks=whole),
     pytest.param("mixtral, balanced", 4, {"data": 2, "expert": 2}, 3, marks=pytest.mark.whole),
@@ -42,6 +42,7 @@ def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage):
 
 def test_eager_steps_have_the_bits_of_captured_ones(ranks):
     eager, captured = (ranks(2, trained, "mixtral", {"expert": 2}, 3, x) for x in (False, True))
+    assert_same_training(captured, plain("mixtral"))
     for (a, x, _), (b, y, _) in zip(eager, captured, strict=True):
         assert a == b and all(torch.equal(x[k], y[k]) for k in x)
 
@@ -50,6 +51,7 @@ def with_microbatches():
     return trained("qwen3_moe", {"expert": 2}, 2, num_microbatches=3)
 
 
+@whole  # test_cuts.py has microbatches of experts
 def test_microbatches_are_the_whole_batch(ranks):
     assert_same_training(ranks(2, with_microbatches), plain("qwen3_moe"))
 

@@ -116,7 +116,7 @@ def close(ours, theirs):
     [
         ({"data": 1}, ()),
         pytest.param({"data": 2}, (), marks=pytest.mark.whole),
-        ({"data": 3}, ()),
+        pytest.param({"data": 3}, (), marks=pytest.mark.whole),
         ({"replicate": 2, "data": 2}, ((3,), True)),
     ],
     ids=str,
