@@ -38,6 +38,7 @@ RANKS = 2
 SCHEDULES, NUMBERS = ("1f1b", "zb-h1", "interleaved", "zbv"), (4, 8, 16)
 SECONDS, BYTES = 0.05, 0.001  # simulated and planned may differ from what came by these parts of it
 DRAWN = 8  # microbatches of the steps in the picture
+LABELLED = 0.012  # of a step: shorter actions have no room for their label
 COLOURS = {"F": "#6c8ebf", "B": "#82b366", "I": "#82b366", "W": "#d6b656"}
 Actions = list[tuple[str, float, float]]  # action, begin and end, in seconds since the epoch
 
@@ -183,13 +184,15 @@ def draw(pairs: dict[str, list[Timeline]], path: Path) -> None:
                         rank, 1e3 * (stop - start), 0.9, 1e3 * start, color=COLOURS[kind], edgecolor="white",
                         hatch="//" if odd else None, linewidth=0.5,
                     )  # fmt: skip
-                    axis.text(500 * (start + stop), rank, f"{kind}{number}", ha="center", va="center", fontsize=5)
+                    if stop - start > LABELLED * end:
+                        axis.text(500 * (start + stop), rank, f"{kind}{number}", ha="center", va="center", fontsize=5)
             axis.set_title(f"{label}, {what}: {1e3 * line.makespan:.0f} ms", loc="left", fontsize=8)
             axis.set_xlim(0, 1e3 * end)
             axis.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)], fontsize=7)
             axis.tick_params(axis="x", labelsize=7)
             axis.invert_yaxis()
             axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms; hatched: a rank's second stage", fontsize=7)
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
