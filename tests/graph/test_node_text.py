@@ -1,5 +1,6 @@
 import torch
 
+import zerofn
 from tests.support.small_steps import build, captured, fake_ranks, state_of
 from zerofn import tree
 from zerofn.graph.node_text import text_of, written
@@ -35,3 +36,10 @@ def test_ranks_write_alike_what_only_the_lengths_of_their_shards_tell_apart():
 
     assert texts(0) == texts(2)
     assert any("size=[length]" in text for text in texts(0))
+
+
+def test_a_dim_is_no_length_of_a_shard():
+    with fake_ranks(3, 0):
+        state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(3)}, tx=zerofn.optim.sgd(0.1)), stage=3)
+        program = captured(lambda s, b: {"n": b["x"].amax([1]), "p": s.params}, state, {"x": torch.ones(2, 2)})
+        assert any("dim=[1]" in x.text() for x in written(program).values())

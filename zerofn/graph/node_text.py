@@ -93,7 +93,7 @@ class _Writer:
         draws = "key" in named and traits(node).on_shard is not OnShard.MAKES  # noise of shards has their places
         if is_ours(node) and not draws:  # whole numbers of ours say where this rank's shard or slice lies
             named = {name: value for name, value in named.items() if _is_told(value)}
-        given = [Argument(k, x, self._value(x, order)) for k, x in named.items() if k not in _NOT_COMPARED]
+        given = [Argument(k, x, self._value(x, order, k)) for k, x in named.items() if k not in _NOT_COMPARED]
         value = tensor_of(node) if traits(node).on_shard is OnShard.SHAPE else None
         return NodeText(name_of(node), given, "" if value is None else self._value(list(value.shape), {}))
 
@@ -119,11 +119,12 @@ class _Writer:
         self._flat[node] = unit
         return ""
 
-    def _value(self, value: Any, order: Mapping[Node, int]) -> str:
+    def _value(self, value: Any, order: Mapping[Node, int], name: str = "") -> str:
         if isinstance(value, Node):
             return f"x{order.get(value, '')}"
         if isinstance(value, list | tuple):
-            if len(value) == 1 and isinstance(value[0], int) and value[0] in self._lengths:
+            is_size = len(value) == 1 and isinstance(value[0], int) and not name.startswith("dim")
+            if is_size and value[0] in self._lengths:
                 return "[length]"
             return f"[{', '.join(self._value(x, order) for x in value)}]"
         return _plain(value)
