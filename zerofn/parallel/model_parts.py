@@ -124,6 +124,8 @@ class Parts:
     def __init__(self, region: Region, lanes: Lanes) -> None:
         self.region, self.lanes = region, lanes
         reads = list(dict.fromkeys(name for _, name in reads_of(region)))
+        if not reads:
+            raise ValueError("pipe: the loss function computes nothing of both the batch and the parameters.")
         self._part = _part_of(reads)
         self.points = first_uses(region, self._part.__getitem__)
         self.names = [point.name for point in self.points]

@@ -160,7 +160,7 @@ def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
 
 def _check_schedule(schedule: str, chunks: int | None, stages: Sequence[str] | None) -> None:
     if schedule != AUTO and schedule not in NAMES:
-        near = nearest(schedule, [*NAMES, AUTO], 1)
+        near = nearest(schedule.lower(), [*NAMES, AUTO], 1)
         hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join([*NAMES, AUTO])}."
         raise ValueError(f"pipe: schedule={schedule!r} is not known{hint}")
     if schedule == AUTO and (chunks is not None or stages is not None):
@@ -172,7 +172,8 @@ def _check_schedule(schedule: str, chunks: int | None, stages: Sequence[str] | N
 
 
 def _too_few(placement: Placement, names: Sequence[str]) -> str:
-    has = f"the model has {len(names)} parts that may begin a stage ({names[0]} ... {names[-1]})"
+    parts = "1 part" if len(names) == 1 else f"{len(names)} parts"
+    has = f"the model has {parts} that may begin a stage ({names[0]} ... {names[-1]})"
     if placement.chunks == 1:
         return f"pipe={placement.ranks}: {has}; give pipe at most {len(names)}, or a model with more blocks."
     return (
