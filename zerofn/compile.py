@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from . import passes, tree
+from . import passes, schedules, tree
 from .capture.advice import no_leaf
 from .capture.between_ranks import NumberedStep
 from .capture.checked_capture import captured, dry_result
@@ -73,7 +73,7 @@ def compile(
     deterministic: bool = False,
     broadcast_buffers: bool = False,
     watch: Sequence[Any] = (),
-    schedule: str | None = None,
+    schedule: str | schedules.Schedule | Sequence[Sequence[Any]] | None = None,
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
@@ -100,7 +100,7 @@ def compile(
 
     `watch`: what the step depends on beyond what ZeroFn reads by itself (`docs/sharp_bits.md`): objects, and functions
     without arguments, whose results are compared at every call. `deterministic`: on devices, as on the host, sum in
-    rank order and take kernels that repeat their results, or raise. `schedule`: of a pipeline; None: that of its cuts.
+    rank order and take kernels that repeat their results, or raise. `schedule`: of a pipeline; see `parallel.pipe`.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):

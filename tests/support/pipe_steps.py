@@ -93,6 +93,8 @@ def trained(
     create: Mapping[str, Any] | None = None,
     shards: Mapping[str, Any] | None = None,
     passes: Any = None,
+    reduce: str | None = None,
+    schedule_of_step: Any = None,
     **sizes: int,
 ) -> Any:
     """(what each step returned, what the whole state holds) after all batches, on a mesh of two stages and `sizes`."""
@@ -102,10 +104,11 @@ def trained(
     state = zerofn.shard(state, stage=stage, mesh=mesh, cuts=stages_of(given, mesh, schedule), **(shards or {}))
 
     def train_step(state: Any, batch: Any) -> Any:
-        out, grads = zerofn.accumulate(state.value_and_grad(loss, has_aux=has_aux), num_microbatches)(batch)
+        vg = state.value_and_grad(loss, has_aux=has_aux)
+        out, grads = zerofn.accumulate(vg, num_microbatches, reduce=reduce)(batch)
         return state.apply_gradients(grads), out
 
-    compiled, found = zerofn.compile(step or train_step, passes=passes), []
+    compiled, found = zerofn.compile(step or train_step, passes=passes, schedule=schedule_of_step), []
     for batch in batches():
         state, out = compiled(state, rows_of(batch, mesh))
         found.append(out)

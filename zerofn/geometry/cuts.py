@@ -6,6 +6,7 @@ other. Slices may be of several sizes, and several ranks may have the same one.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
 from ..schedules import NAMES, Costs, Placement, Schedule, best, make
+from ..schedules.own import AUTO
 
-AUTO = "auto"
 Intervals = tuple[tuple[int, int], ...]
 
 
@@ -77,17 +78,31 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The stages of a model, and the schedule by which they run if a step says no other: a name, or "auto" for the
-    fastest that is found for the `costs` of the stages.
+    """The stages of a model, and the schedule by which they run if a step says no other: a name, "auto" for the fastest
+    that is found for the `costs` of the stages, or one of somebody's own.
     """
 
     placement: Placement
-    schedule: str
+    schedule: str | Schedule
     costs: Costs | None = None
 
-    def by(self, schedule: str) -> Pipeline:
+    @property
+    def schedule_in_words(self) -> str:
+        """The schedule's name; of one's own, with a number that differs for another one."""
+        own = self.schedule
+        return repr(own) if isinstance(own, str) else f"{own.name!r} ({zlib.crc32(own.to_csv().encode()):08x})"
+
+    def by(self, schedule: str | Schedule) -> Pipeline:
         """Return the same stages with another schedule. Raises `ValueError` for one of another placement."""
-        row, has = NAMES.get(schedule), self.placement
+        has = self.placement
+        if isinstance(schedule, Schedule):
+            if [*map(schedule.placement.stages_of, range(schedule.ranks))] != [*map(has.stages_of, range(has.ranks))]:
+                raise ValueError(
+                    f"compile: the schedule is for {schedule.placement}, and the cuts are of {has}; write "
+                    "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule=...) with the same one."
+                )
+            return replace(self, schedule=schedule)
+        row = NAMES.get(schedule)
         if row is not None and (row.style != has.style or has.chunks != row.chunks and not row.any_chunks):
             raise ValueError(
                 f"compile: schedule={schedule!r} is for {row.placement(has.ranks, row.chunks)}, and the cuts are of "
@@ -101,7 +116,15 @@ class Pipeline:
         return replace(self, schedule=schedule)
 
     def of(self, microbatches: int) -> Schedule:
-        """Return the schedule for so many microbatches."""
+        """Return the schedule for so many microbatches. Raises `ValueError` if that of one's own has another number."""
+        if isinstance(self.schedule, Schedule):
+            if self.schedule.microbatches != microbatches:
+                raise ValueError(
+                    f"compile: the schedule is of {self.schedule.microbatches} microbatches, and the step has "
+                    f"{microbatches}; write zerofn.accumulate(vg, {self.schedule.microbatches}), or a schedule of "
+                    f"{microbatches}."
+                )
+            return replace(self.schedule, placement=self.placement)
         if self.schedule == AUTO:
             assert self.costs is not None
             return best({self.placement: self.costs}, microbatches).schedule

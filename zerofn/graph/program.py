@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from .. import tree
 from ..comm.mesh import Mesh
+from ..schedules import Schedule
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.spec import Spec
 from ..sharding.storage import StorageSpec, Stored
@@ -148,7 +149,7 @@ class Program:
     kept: list[int] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     name: str = "step"
-    schedule: str | None = None  # of a pipeline, instead of the one that goes with the cuts
+    schedule: str | Schedule | None = None  # of a pipeline, instead of the one that goes with the cuts
     broadcasts: bool = False  # replicated state that ranks have computed apart becomes rank 0's, instead of their mean
     buffers: list[BufferSpec] = field(default_factory=list)  # static buffers, in which nodes have places
     drive_space: list[DriveSpec] = field(default_factory=list)  # for gradients that are offloaded to drives

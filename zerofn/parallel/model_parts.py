@@ -35,6 +35,7 @@ from ..sharding.precision import Precision
 from ..sharding.shard import initial, shard_fake
 from ..training.train_state import TrainState
 from ..util.errors import nearest
+from .pp_plan import PpPlan
 
 _FORMS = ("canonicalize", "functionalize", "share_masks")  # passes that bring a step into the form that is cut
 
@@ -119,14 +120,16 @@ def _is_number(x: Any) -> bool:
 
 
 class Parts:
-    """The parts of a model that no boundary cuts, in the order of their use. `names`: of each."""
+    """The parts of a model that no boundary cuts, in the order of their use. `plan`: the model's own; `names`: of each
+    part.
+    """
 
-    def __init__(self, region: Region, lanes: Lanes) -> None:
+    def __init__(self, region: Region, lanes: Lanes, plan: PpPlan | None = None) -> None:
         self.region, self.lanes = region, lanes
         reads = list(dict.fromkeys(name for _, name in reads_of(region)))
         if not reads:
             raise ValueError("pipe: the loss function computes nothing of both the batch and the parameters.")
-        self._part = _part_of(reads)
+        self._part = _part_of(reads, plan)
         self.points = first_uses(region, self._part.__getitem__)
         self.names = [point.name for point in self.points]
         self._costs = [
@@ -169,11 +172,14 @@ class Parts:
         return self._part[leaf]
 
 
-def _part_of(reads: Sequence[str]) -> dict[str, str]:
-    """Map leaves, in the order of their use, to parts: a block is the path up to its first number. What is read before
-    the first block is a part, and what is read behind the last; between them it belongs to the block before.
+def _part_of(reads: Sequence[str], plan: PpPlan | None) -> dict[str, str]:
+    """Map leaves, in the order of their use, to parts: a block is the path up to its first number, or what the model's
+    own plan says. What is read before the first block is a part, and what is read behind the last; between them it
+    belongs to the block before. Where a plan has lists of modules, these are the blocks, and its other modules are
+    parts between two of them.
     """
-    blocks = {name: block for name in reads if (block := _block(name))}
+    block = _block if plan is None else plan.item if plan.lists else plan.module
+    blocks = {name: its for name in reads if (its := block(name))}
     if not blocks:
         return {name: name.rpartition(".")[0] or name for name in reads}
     first, last = reads.index(next(iter(blocks))), max(k for k, name in enumerate(reads) if name in blocks)
@@ -183,6 +189,8 @@ def _part_of(reads: Sequence[str]) -> dict[str, str]:
             now = blocks[name]
         elif k == last + 1 and first <= last:
             now = name.rpartition(".")[0] or name
+        elif plan is not None and first < k < last:
+            now = plan.module(name) or now
         found[name] = now
     return found
 

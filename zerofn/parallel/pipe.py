@@ -17,12 +17,13 @@ from ..cost.simulator import Lanes
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..graph.pipelines import Loop
 from ..job.agreement import exchange
-from ..schedules import NAMES, Costs, Placement, best, make
+from ..schedules import Costs, Placement, Schedule, best, make
+from ..schedules.own import as_given
 from ..sharding.precision import Precision, resolve
 from ..util.arguments import checked
-from ..util.errors import nearest
 from ..util.sizes import in_words, time_in_words
 from .model_parts import Parts, StageRow, Way, captured_microbatch, shapes_of
+from .pp_plan import PpPlan, pp_plan_of
 
 AUTOMATIC = ("1f1b", "interleaved", "zbv")  # one schedule of each placement, in which all others of it are tried
 MICROBATCHES = 4  # a rank, if nobody says how many there will be
@@ -43,7 +44,7 @@ class StageCuts(dict[str, Any]):
         rows = [head, *(self._cells(s, row) for s, row in enumerate(self.stages))]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(x.ljust(n) for x, n in zip(row, widths, strict=True)).rstrip() for row in rows)
-        return "\n".join([f"{self.pipeline.placement}, schedule {self.pipeline.schedule!r}", *lines])
+        return "\n".join([f"{self.pipeline.placement}, schedule {self.pipeline.schedule_in_words}", *lines])
 
     def _cells(self, stage: int, row: StageRow) -> tuple[str, ...]:
         times = map(time_in_words, (row.f, row.i, row.w))
@@ -59,7 +60,7 @@ def pipe(
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     *,
-    schedule: str = AUTO,
+    schedule: str | Schedule | Sequence[Sequence[Any]] = AUTO,
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     microbatches: int | None = None,
@@ -76,39 +77,43 @@ def pipe(
 
     One microbatch of `loss_fn(params, batch)` is captured, without computing anything: `params` are those of `model`
     by name, which may be a skeleton. The embedding, each block, and the final norm with the head are parts that no
-    boundary cuts; they are spread so that ranks have equal work. A parameter that several stages read, such as a tied
-    embedding, lies on each of them.
+    boundary cuts; they are spread so that ranks have equal work. If the model has a `pp_plan`, as those of transformers
+    do, the modules that it names are the parts: of a `ModuleList` each item is one, and all that is read before the
+    first list, or behind the last, is one. A parameter that several stages read, such as a tied embedding, lies on
+    each of them.
 
     `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage a rank, in a line), "interleaved" or "interleaved-zb" (`chunks`
     stages a rank, in a loop), "zbv" (two, in a V), or "auto": the placement and order that a simulation finds the
-    fastest. `stages`: the names of parts, units or leaves with which stages but the first begin, instead of the
-    balance. `microbatches`: for how many to choose; the step may have another number. `cuts`: those of other axes, as
-    `zerofn.parallel.tensor` returns them, which the result includes. `precision`: as for `shard`; in bfloat16 products
-    take half of the time that they take in float32, or less, so that the embedding and norms count for more.
-    `machine`: what costs are for, a name as for `plan`; by default a typical one, with GPUs where this process sees
-    one. All ranks take the first one's figures.
+    fastest; or one of your own: a `zerofn.schedules.Schedule`, the text that torch.distributed.pipelining writes, or a
+    list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or
+    leaves with which stages but the first begin, instead of the balance. `microbatches`: for how many to choose; the
+    step may have another number. `cuts`: those of other axes, as `zerofn.parallel.tensor` returns them, which the
+    result includes. `precision`: as for `shard`; in bfloat16 products take half of the time that they take in float32,
+    or less, so that the embedding and norms count for more. `machine`: what costs are for, a name as for `plan`; by
+    default a typical one, with GPUs where this process sees one. All ranks take the first one's figures.
 
-    Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, and a loss function that
-    reads parameters in no order; what `shard` raises for a precision.
+    Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, a schedule that cannot
+    run, a `pp_plan` that names no module, and a loss function that reads parameters in no order; what `shard` raises
+    for a precision.
     """
     several = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
     given = {name: tuple(cut for cut in x if cut.axis != PIPE) for name, x in several.items()}
     num_ranks = mesh.axis(PIPE).size
     if num_ranks == 1:
         return dict(cuts or {})
-    _check_schedule(schedule, chunks, stages)
-    dtypes, params = resolve(precision), dict(model.named_parameters())
+    asked = Asked(as_given(schedule, "pipe"), chunks, stages, microbatches or MICROBATCHES * num_ranks)
+    _check_schedule(asked, num_ranks)
+    dtypes, params, own = resolve(precision), dict(model.named_parameters()), pp_plan_of(model)
     where = machine_of(machine) if machine is not None else usual(torch.cuda.is_available())
-    asked = Asked(schedule, chunks, stages, microbatches or MICROBATCHES * num_ranks)
     with where.fake()():
         loop = captured_microbatch(params, mesh, loss_fn, batch, given, dtypes)
-        return into_stages(loop, mesh, where, asked, given, shapes_of(params))
+        return into_stages(loop, mesh, where, asked, given, shapes_of(params), own)
 
 
 class Asked(NamedTuple):
     """Arguments of `pipe`."""
 
-    schedule: str
+    schedule: str | Schedule
     chunks: int | None
     stages: Sequence[str] | None
     microbatches: int
@@ -121,11 +126,12 @@ def into_stages(
     asked: Asked,
     given: Mapping[str, tuple[Cut, ...]],
     shapes: Mapping[str, tuple[int, ...]],
+    plan: PpPlan | None = None,
 ) -> StageCuts:
     """Return the cuts of a model into stages, in a fake machine. `loop`: over its microbatches, all of whose leaves lie
-    on stage 0; `given`: cuts over other axes; `shapes`: of parameters, by name.
+    on stage 0; `given`: cuts over other axes; `shapes`: of parameters, by name; `plan`: the model's own.
     """
-    parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh))
+    parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh), plan)
     ways = list(_ways(parts, mesh, asked))
     costs = {way.placement: way.costs for way in ways}
     placement = best(costs, asked.microbatches).schedule.placement if len(ways) > 1 else ways[0].placement
@@ -143,8 +149,11 @@ def into_stages(
 
 def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
     """Yield the model cut for each placement that the schedule may have."""
-    names = AUTOMATIC if asked.schedule == AUTO else (asked.schedule,)
-    placements = [make(name, mesh.size(PIPE), 1, asked.chunks).placement for name in names]
+    if isinstance(asked.schedule, Schedule):
+        placements = [asked.schedule.placement]
+    else:
+        names = AUTOMATIC if asked.schedule == AUTO else (asked.schedule,)
+        placements = [make(name, mesh.size(PIPE), 1, asked.chunks).placement for name in names]
     few = [x for x in dict.fromkeys(placements) if x.num_stages <= len(parts.names)]
     if not few:
         raise ValueError(_too_few(min(placements, key=lambda x: x.num_stages), parts.names))
@@ -158,13 +167,18 @@ def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
         yield way
 
 
-def _check_schedule(schedule: str, chunks: int | None, stages: Sequence[str] | None) -> None:
-    if schedule != AUTO and schedule not in NAMES:
-        near = nearest(schedule.lower(), [*NAMES, AUTO], 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join([*NAMES, AUTO])}."
-        raise ValueError(f"pipe: schedule={schedule!r} is not known{hint}")
-    if schedule == AUTO and (chunks is not None or stages is not None):
-        what = "chunks" if chunks is not None else "stages"
+def _check_schedule(asked: Asked, num_ranks: int) -> None:
+    if isinstance(asked.schedule, Schedule):
+        if asked.schedule.ranks != num_ranks:
+            raise ValueError(
+                f"pipe: the schedule has actions for {asked.schedule.ranks} ranks, and the mesh has pipe={num_ranks}."
+            )
+        if asked.chunks not in (None, asked.schedule.chunks):
+            raise ValueError(
+                f"pipe: the schedule has {asked.schedule.chunks} stages a rank, got chunks={asked.chunks}."
+            )
+    elif asked.schedule == AUTO and (asked.chunks is not None or asked.stages is not None):
+        what = "chunks" if asked.chunks is not None else "stages"
         raise ValueError(
             f"pipe: {what}= is about one placement, and schedule='auto' chooses among several; name a schedule, such "
             "as '1f1b' (a line), 'interleaved' (a loop) or 'zbv' (a V)."

@@ -6,12 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..geometry.cuts import AUTO
-from ..schedules import NAMES
-from ..util.errors import nearest
+from ..schedules.own import as_given
 from .backend import Backend
-
-SCHEDULES = (*NAMES, AUTO)  # of pipelines
 
 
 class Options(NamedTuple):
@@ -26,7 +22,7 @@ class Options(NamedTuple):
     deterministic: bool
     broadcast_buffers: bool
     watch: Sequence[Any]
-    schedule: str | None = None
+    schedule: Any = None
 
     def checked(self) -> Options:
         """Return these options. Raises for those that are unknown or contradict each other."""
@@ -43,13 +39,9 @@ class Options(NamedTuple):
                 f"compile: passes={self.passes!r} is neither a list of zerofn.Pass, nor a function that takes the list "
                 'of passes and returns one, such as zerofn.passes.before("donate", zerofn.Pass(mine)).'
             )
-        if self.schedule is not None and self.schedule not in SCHEDULES:
-            near = nearest(self.schedule, SCHEDULES, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(SCHEDULES)}."
-            raise ValueError(f"compile: schedule={self.schedule!r} is not known{hint}")
         if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
             raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
-        return self
+        return self if self.schedule is None else self._replace(schedule=as_given(self.schedule, "compile"))
 
     def agreed(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name."""

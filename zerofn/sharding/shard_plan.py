@@ -260,7 +260,7 @@ def _of_cuts(leaf: Leaf) -> str:
     for cut in leaf.cuts:
         if isinstance(cut, StageCut):
             words.append(f" on {'stages' if len(cut.stages) > 1 else 'stage'} {', '.join(map(str, cut.stages))} ")
-            words.append(f"of {cut.pipeline.placement} by {cut.pipeline.schedule!r}" if cut.pipeline else "")
+            words.append(f"of {cut.pipeline.placement} by {cut.pipeline.schedule_in_words}" if cut.pipeline else "")
         else:
             words.append(f" cut over {cut.axis!r} along dim {cut.dim} into {cut.slices}")
     return "".join(words)
