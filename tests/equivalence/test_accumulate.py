@@ -120,7 +120,7 @@ def test_sums_of_gradients_are_gathered_once(ranks, stage, axes):
 
 @pytest.mark.parametrize("reduce", ["Step", 1, True])
 def test_another_reduce_is_refused(reduce):
-    with pytest.raises(ValueError, match="accumulate: reduce must be 'step', 'microbatch' or None"):
+    with pytest.raises(ValueError, match="accumulate: reduce must be 'step', 'round', 'microbatch' or None"):
         zerofn.accumulate(zerofn.value_and_grad(torch.sum), 2, reduce=reduce)
 
 

@@ -21,7 +21,7 @@ from .._torch_compat import (
     trace_inner,
     without_names_of_calls,
 )
-from ..graph.nested import NAMES, fold, repeat, stack_of
+from ..graph.nested import NAMES, NO_PARTS, Parts, fold, repeat, stack_of
 from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.patches import autocast_cache
 
@@ -31,10 +31,11 @@ Body = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], Any, Any]]
 _Flat = Callable[[Tensor, list[Tensor]], tuple[list[Tensor], list[Any], tuple[tree.PyTreeSpec, Any]]]
 
 
-def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], Any, Any]:
+def loop(body: Body, n: int, sequences: list[Tensor], parts: Parts = NO_PARTS) -> tuple[list[Tensor], Any, Any]:
     """Call `body(index, slices)` for each of the `n` rows of `sequences`; return (sums, stacks, static) of all rounds.
 
-    `index` is an int64 scalar tensor. A round sees what earlier rounds wrote to tensors that the body closes over.
+    `parts`: which of the sums are returned in parts. `index` is an int64 scalar tensor. A round sees what earlier
+    rounds wrote to tensors that the body closes over.
     Under capture the loop is one node, `repeat`, which has the names of the stacks in its meta (`graph.nested.NAMES`).
     """
 
@@ -43,15 +44,15 @@ def loop(body: Body, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], Any
         leaves, treedef = tree.flatten(rows)
         return terms, leaves, (treedef, static)
 
-    sums, stacks, (treedef, static) = _flat_loop(flat, n, sequences)
+    sums, stacks, (treedef, static) = _flat_loop(flat, n, sequences, parts)
     return sums, tree.unflatten(treedef, stacks), static
 
 
 def _flat_loop(
-    body: _Flat, n: int, sequences: list[Tensor]
+    body: _Flat, n: int, sequences: list[Tensor], parts: Parts
 ) -> tuple[list[Tensor], list[Any], tuple[tree.PyTreeSpec, Any]]:
     if current_trace() is not None:
-        return _captured(body, n, sequences)
+        return _captured(body, n, sequences, parts)
     static: Any = None
 
     def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
@@ -59,7 +60,7 @@ def _flat_loop(
         terms, row, static = body(index, list(slices))
         return list(terms), list(row)
 
-    sums, rows = fold(once, n, sequences)
+    sums, rows = fold(once, n, sequences, parts)
     return sums, rows, static
 
 
@@ -124,7 +125,7 @@ class _ReplaceTensors(_Mode):
         return func(*with_tensors(args, replace), **with_tensors(kwargs or {}, replace))
 
 
-def _captured(body: _Flat, n: int, sequences: list[Tensor]) -> tuple[list[Tensor], list[Any], Any]:
+def _captured(body: _Flat, n: int, sequences: list[Tensor], parts: Parts) -> tuple[list[Tensor], list[Any], Any]:
     """Capture the loop as one node.
 
     A first run of the body finds the tensors that it closes over; a second one records its graph, with inputs in
@@ -141,7 +142,9 @@ def _captured(body: _Flat, n: int, sequences: list[Tensor]) -> tuple[list[Tensor
         with outside, _own_sizes():
             terms, row, static = _detached(*body(index, slices))
         closed = [x for x in outside.found.values() if _is_traced(trace, x)]
-        results = [t.clone() if n == 1 else t + t for t in terms]  # with the strides of the sums
+        num_sums = len(terms) - parts.number
+        summed = [(t, n) for t in terms[:num_sums]] + [(t, k) for k in parts.sizes(n) for t in terms[num_sums:]]
+        results = [t.clone() if k == 1 else t + t for t, k in summed]  # with the strides of the sums
         results += [stack_of(x, n) for x in row if isinstance(x, Tensor)]
         num_slices = len(slices)
 
@@ -154,7 +157,8 @@ def _captured(body: _Flat, n: int, sequences: list[Tensor]) -> tuple[list[Tensor
         torch.clear_autocast_cache()
         gm = trace_inner(flat)(index, *slices, *map(_empty_like, closed))
         torch.clear_autocast_cache()
-    return _node(trace, gm, n, sequences, closed, len(terms), results, row, static)
+    sums = (num_sums, tuple(parts)) if parts.number else (num_sums,)
+    return _node(trace, gm, n, sequences, closed, sums, results, row, static)
 
 
 def _own_sizes() -> contextlib.AbstractContextManager[None]:
@@ -183,23 +187,24 @@ def _node(
     n: int,
     sequences: list[Tensor],
     closed: list[Tensor],
-    num_sums: int,
+    sums: tuple[Any, ...],
     results: list[Tensor],
     row: list[Any],
     static: Any,
 ) -> tuple[list[Tensor], list[Any], Any]:
     """Attach the body `gm` to the traced module, and add the loop's node; return what `loop` returns.
 
-    `results`: fake tensors in the form of the node's results. `row`: the rows of one round, for those that are not
-    tensors.
+    `sums`: the last arguments of `repeat`. `results`: fake tensors in the form of the node's results. `row`: the rows
+    of one round, for those that are not tensors.
     """
     name = f"body_{sum(1 for k in vars(trace.tracer.root)['_modules'] if k.startswith('body_'))}"
     trace.tracer.root.register_module(name, gm)
     where = trace.tracer.create_proxy("get_attr", name, (), {})
-    args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), num_sums)
+    args = (where, n, proxies_of(trace, list(sequences)), proxies_of(trace, closed), *sums)
     out = trace.tracer.create_proxy("call_function", repeat, args, {}, name="repeat")
     accessors = static[0].accessors()
     out.node.meta[NAMES] = [a.codify("") for a, x in zip(accessors, row, strict=True) if isinstance(x, Tensor)]
     values = list(bind_outputs(results, out, constant=None, tracer=trace.tracer))
+    num_sums = len(results) - sum(isinstance(x, Tensor) for x in row)
     stacks = iter(values[num_sums:])
     return values[:num_sums], [next(stacks) if isinstance(x, Tensor) else [x] * n for x in row], static

@@ -85,6 +85,30 @@ def raise_up(graph: Graph, nodes: Iterable[Node]) -> None:
         (inputs if anchor[node].op == "placeholder" else anchor[node]).append(node)
 
 
+def sums_of(graph: Graph, terms: Iterable[Node]) -> list[Node]:
+    """Return, in order, the additions of `terms` alone, of views and casts of them, and of such sums, with these views
+    and casts.
+    """
+    known = dict.fromkeys(terms)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if inputs and all(x in known for x in inputs) and (_adds(node) or is_view(node) or casts(node)):
+            known[node] = None
+    found: dict[Node, None] = {}
+    todo = [x for x in known if _adds(x)]
+    while todo:
+        node = todo.pop()
+        if node in known and node not in found:
+            found[node] = None
+            todo += node.all_input_nodes
+    where = positions(graph)
+    return sorted(found.keys() - set(terms), key=where.__getitem__)
+
+
+def _adds(node: Node) -> bool:
+    return node.target is torch.ops.aten.add.Tensor
+
+
 def behind(node: Node) -> Node:
     """Return the node after which to insert a node that must follow `node`.
 

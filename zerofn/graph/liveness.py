@@ -123,7 +123,7 @@ def _moments_inside(node: Node, call: Call, before: Live, after: Live, known: di
     The largest addition is in the second round, which makes new memory for each sum, one after the other.
     """
     yield from moments(call.body, after if call.rounds > 1 else before, None, known)
-    sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums]]
+    sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums + call.parts.number]]
     if sums:
         terms = sum(sums) + max(sums) if call.rounds > 1 else max(sums)
         yield Moment(node, {**after, "gradients": after["gradients"] + terms})

@@ -28,39 +28,67 @@ def call(body: Callable[..., Sequence[Any]], *inputs: Any) -> list[Any]:
     return list(body(*inputs))
 
 
+class Parts(NamedTuple):
+    """Which sums a loop returns in parts: of the `number` outputs of its body behind those that are summed over all
+    rounds, a sum over each `every` rounds; the last may be over fewer.
+    """
+
+    number: int
+    every: int
+
+    def sizes(self, n: int) -> list[int]:
+        """Return how many of `n` rounds are in each part."""
+        return [min(self.every, n - k) for k in range(0, n, self.every)] if self.number else []
+
+
+NO_PARTS = Parts(0, 1)
+
+
 def repeat(
-    body: Callable[..., Sequence[Any]], n: int, sequences: Sequence[Tensor], closed: Sequence[Tensor], num_sums: int
+    body: Callable[..., Sequence[Any]],
+    n: int,
+    sequences: Sequence[Tensor],
+    closed: Sequence[Tensor],
+    num_sums: int,
+    parts: tuple[int, int] = NO_PARTS,
 ) -> list[Any]:
     """Call `body(index, *slices, *closed)` for each of `n` rounds.
 
-    Return the sums of the body's first `num_sums` outputs, then the stacks of the others, all in new memory.
-    `closed`: the tensors that the body closes over.
+    Return the sums of the body's first `num_sums` outputs, then those of the next ones in `Parts`, one part after the
+    other, then the stacks of the others, all in new memory. `closed`: the tensors that the body closes over.
     """
+    several = Parts(*parts)
 
     def once(index: Tensor, *slices: Tensor) -> tuple[list[Tensor], list[Any]]:
-        out = list(body(index, *slices, *closed))
-        return out[:num_sums], out[num_sums:]
+        out, end = list(body(index, *slices, *closed)), num_sums + several.number
+        return out[:end], out[end:]
 
-    sums, rows = fold(once, n, sequences)
+    sums, rows = fold(once, n, sequences, several)
     return [*sums, *rows]
 
 
 def fold(
-    once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor]
+    once: Callable[..., tuple[list[Tensor], list[Any]]], n: int, sequences: Sequence[Tensor], parts: Parts = NO_PARTS
 ) -> tuple[list[Tensor], list[Any]]:
-    """Return the sums and stacks of `n` rounds, in new memory.
+    """Return the sums and stacks of `n` rounds, in new memory. The last terms of a round are summed in `parts`.
 
     It never writes to a round's tensors: they may be the caller's batch, the same tensor twice, an expanded scalar
     or, for rows, a buffer that the next round overwrites.
     """
     sums: list[Tensor] = []
+    sizes = parts.sizes(n)
+    several: list[list[Tensor]] = [[] for _ in sizes]
     rows: list[Any] = []
     for i in range(n):
         terms, row = once(torch.tensor(i), *(s[i] for s in sequences))
-        _add(sums, terms, i, n)
+        first = len(terms) - parts.number
+        _add(sums, terms[:first], i, n)
+        if several:
+            k, at = divmod(i, parts.every)
+            _add(several[k], terms[first:], at, sizes[k])
         _store(rows, row, i, n)
         del terms, row  # otherwise they stay alive while the next round runs
-    return sums, rows
+    return [*sums, *itertools.chain(*several)], rows
 
 
 def _add(sums: list[Tensor], terms: list[Tensor], i: int, n: int) -> None:
@@ -97,8 +125,8 @@ def stack_of(x: Tensor, n: int) -> Tensor:
 class Call(NamedTuple):
     """The body that a node runs. `name`: where the module around it has it. `given`: the body's inputs, except a
     round's index, and the values that the node passes for them: of the first `num_cut` a row in each round, the others
-    whole. The node's results are the sums over `rounds` of the body's first `num_sums` results, then stacks of the
-    others; of a body that is called once, they are the body's own.
+    whole. The node's results are the sums over `rounds` of the body's first `num_sums` results, those of the next ones
+    in `parts`, then stacks of the others; of a body that is called once, they are the body's own.
     """
 
     name: str
@@ -107,6 +135,7 @@ class Call(NamedTuple):
     rounds: int = 1
     num_cut: int = 0
     num_sums: int = 0
+    parts: Parts = NO_PARTS
 
     @property
     def whole(self) -> Sequence[Node]:
@@ -115,8 +144,17 @@ class Call(NamedTuple):
 
     @property
     def results(self) -> Sequence[Any]:
-        """What the body returns, in order."""
-        return results_of(self.body)
+        """What the body returns for each of the node's results, in order."""
+        own = results_of(self.body)
+        return [own[k] for k, _ in self.sources] if self.parts.number else own
+
+    @property
+    def sources(self) -> list[tuple[int, int]]:
+        """Of each of the node's results, which of the body's it is made of, and which part of its sum it is."""
+        own = results_of(self.body)
+        end = self.num_sums + self.parts.number
+        several = [(k, part) for part in range(len(self.parts.sizes(self.rounds))) for k in range(self.num_sums, end)]
+        return [*((k, 0) for k in range(self.num_sums)), *several, *((k, 0) for k in range(end, len(own)))]
 
 
 def results_of(gm: GraphModule) -> Sequence[Any]:
@@ -138,9 +176,10 @@ def _call_of_call(node: Node) -> Call:
 
 def _call_of_repeat(node: Node) -> Call:
     name, body, inputs = _body_of(node)
-    _, rounds, sequences, closed, num_sums = node.args
+    _, rounds, sequences, closed, num_sums, *parts = node.args
     given = dict(zip(inputs[1:], [*sequences, *closed], strict=True))  # type: ignore[misc]
-    return Call(name, body, given, rounds, len(sequences), num_sums)  # type: ignore[arg-type]
+    several = Parts(*parts[0]) if parts else NO_PARTS  # type: ignore[misc]
+    return Call(name, body, given, rounds, len(sequences), num_sums, several)  # type: ignore[arg-type]
 
 
 def _body_of(node: Node) -> tuple[str, GraphModule, list[Node]]:
@@ -241,6 +280,6 @@ def pass_in(node: Node, call: Call, value: Node) -> Node:
     if runs_once(node):
         node.args = (*node.args, value)
     else:
-        where, rounds, sequences, closed, num_sums = node.args
-        node.args = (where, rounds, sequences, [*closed, value], num_sums)  # type: ignore[misc]
+        where, rounds, sequences, closed, *sums = node.args
+        node.args = (where, rounds, sequences, [*closed, value], *sums)  # type: ignore[misc]
     return inside

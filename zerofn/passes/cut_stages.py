@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::receive)
 from ..graph.cut import Edge, cut
-from ..graph.edit import clean
+from ..graph.edit import clean, raise_up, sums_of
 from ..graph.liveness import complete_values
 from ..graph.nested import NAMES, insert_call, is_result, results_of
 from ..graph.phase import BACKWARD, FORWARD
@@ -54,6 +54,7 @@ class _Pipelined:
         split = any(action.kind == "W" for order in self._schedule.orders for action in order)
         mine = placement.stages_of(self._axis.rank)
         self._cut = cut(self._region, loop.leaves, placement.num_stages, mine, split)
+        self._num_sums = loop.call.num_sums + loop.call.parts.number  # of the body's results, those that are summed
         self._check_rows()
         self._edges = {Between(e.source, e.target, e.kind, e.name): e for e in self._cut.edges}  # type: ignore[arg-type]
         self._outer = {x.name: outer for x, outer in loop.call.given.items()}
@@ -61,7 +62,7 @@ class _Pipelined:
         self._rows = {x.name for x in list(loop.call.given)[: loop.call.num_cut]}
         self._values: dict[tuple[int, int, str], Node] = {}  # (stage, microbatch, name) -> what a stage has
         self._sent: dict[tuple[Edge, int], Node] = {}
-        self._sums: dict[tuple[int, int], Node] = {}  # (result of the body, stage) -> the sum so far
+        self._sums: dict[tuple[int, int, int], Node] = {}  # (result of the body, part, stage) -> the sum so far
         self._inside: dict[tuple[int, str], list[int]] = {}  # piece -> which results it adds to their sums itself
         self._stacks: dict[tuple[int, int], list[Node]] = {}
         self._received: dict[Message, Node] = {}
@@ -76,7 +77,7 @@ class _Pipelined:
         """Write the actions, and what comes of them, before the loop's node, and erase that."""
         for (stage, kind), piece in self._cut.pieces.items():
             self._gm.add_submodule(_name(stage, kind), piece.graph)
-            if kind != "F" and (inside := summed_inside(piece, self._call.num_sums)) and self._call.rounds > 1:
+            if kind != "F" and (inside := summed_inside(piece, self._num_sums)) and self._call.rounds > 1:
                 self._inside[stage, kind] = inside
                 more = adding(piece.graph, [piece.results[k] for k in inside])
                 self._gm.add_submodule(_name(stage, kind, adds=True), more)
@@ -90,7 +91,7 @@ class _Pipelined:
                     self._receive(step.message)
                 elif isinstance(step, Sent):
                     self._call_op(ops.wait.default, self._tokens.pop(step.message))
-            results = [self._result(k) for k in range(len(self._cut.homes))]
+            results = [self._result(j, *source) for j, source in enumerate(self._call.sources)]
             for name, stage in self._cut.buffers.items():
                 self._share(self._outer[name], stage)
             for token in self._exchanged:
@@ -100,17 +101,19 @@ class _Pipelined:
             user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index]
             self._graph.erase_node(user)
         self._graph.erase_node(self._node)
+        if self._call.parts.number:  # which are added up as soon as they are there
+            raise_up(self._graph, sums_of(self._graph, results))
 
     def _check_rows(self) -> None:
         """Raise `ValueError` for large aux of a step that trains. Without gradients, rows are what a step is for."""
-        rows = [x.nbytes for x in self._node.meta["val"][self._call.num_sums :]]
+        values = zip(self._node.meta["val"], self._call.sources, strict=True)
+        rows = [x.nbytes for x, (k, _) in values if k >= self._num_sums]
         if not self._region.gradients or sum(rows) <= _AUX_BYTES:
             return
         k = max(range(len(rows)), key=rows.__getitem__)
         raise ValueError(
             f"pipe: aux{self._node.meta[NAMES][k]} ({in_words(rows[k])} a step) is made on stage "
-            f"{self._cut.homes[self._call.num_sums + k][0]}, and a step returns the same on all ranks; return a metric "
-            "of it."
+            f"{self._cut.homes[self._num_sums + k][0]}, and a step returns the same on all ranks; return a metric of it."
         )
 
     # actions
@@ -134,8 +137,8 @@ class _Pipelined:
         inputs = [self._given(name, k) for name in piece.given]
         inputs += [self._arrived(edge, k) for edge in piece.received]
         inputs += [self._values[stage, k, name] for name in piece.taken]
-        inside = [result for result in self._inside.get((stage, kind), ()) if (result, stage) in self._sums]
-        inputs += [self._sums.pop((result, stage)) for result in inside]
+        inside = [x for x in self._inside.get((stage, kind), ()) if self._key(x, stage, k) in self._sums]
+        inputs += [self._sums.pop(self._key(x, stage, k)) for x in inside]
         outputs = results_of(piece.graph)
         meta = {_PHASE: FORWARD if kind == "F" else BACKWARD}
         made = insert_call(self._graph, _name(stage, kind, adds=bool(inside)), inputs, outputs, meta)
@@ -145,7 +148,7 @@ class _Pipelined:
         for edge, i in piece.sent.items():
             self._sent[edge, k] = made[i]
         for result, i in piece.results.items():
-            self._add(result, stage, made[i])
+            self._add(result, stage, k, made[i])
 
     def _given(self, name: str, k: int) -> Node:
         """Return an input of the body in round `k`."""
@@ -180,28 +183,35 @@ class _Pipelined:
 
     # results
 
-    def _add(self, result: int, stage: int, term: Node) -> None:
-        key = result, stage
-        if result >= self._call.num_sums:
-            self._stacks.setdefault(key, []).append(term)
+    def _add(self, result: int, stage: int, k: int, term: Node) -> None:
+        """Add a term of round `k` to a sum, or to the part of it, or put it on a stack."""
+        key = self._key(result, stage, k)
+        if result >= self._num_sums:
+            self._stacks.setdefault((result, stage), []).append(term)
         elif key in self._sums:
             self._sums[key] = self._call_op(aten.add.Tensor, self._sums[key], term)
         else:
             self._sums[key] = term
 
-    def _result(self, k: int) -> Node:
-        """Return the body's result `k`, summed or stacked, on every rank that has any of it."""
-        like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
-        own = {stage: self._total(k, stage) for stage in self._cut.homes[k] if rank_of(stage) == self._axis.rank}
+    def _key(self, result: int, stage: int, k: int) -> tuple[int, int, int]:
+        """Return of which sum a term of round `k` is."""
+        return result, k // self._call.parts.every if result >= self._call.num_sums else 0, stage
+
+    def _result(self, j: int, k: int, part: int) -> Node:
+        """Return the loop's result `j`, which is the body's `k`, summed or stacked, on every rank that has any of it.
+        `part`: of the sum.
+        """
+        like, rank_of = self._node.meta["val"][j], self._schedule.placement.rank_of
+        own = {stage: self._total(k, part, stage) for stage in self._cut.homes[k] if rank_of(stage) == self._axis.rank}
         holders = {rank_of(stage) for name in self._summed(k) for stage in self._leaves[name]}
         if len(holders) > 1:
-            return self._of_holders(k, sorted(holders), own)
+            return self._of_holders(j, self._cut.homes[k], sorted(holders), own)
         if holders:
             return self._sum(own.values()) if own else self._empty(like)
         if len(self._cut.homes[k]) > 1:  # all have it
             return next(iter(own.values()))
         (home,) = self._cut.homes[k]
-        return self._from(rank_of(home), own.get(home), like, f"result {k}")
+        return self._from(rank_of(home), own.get(home), like, f"result {j}")
 
     def _summed(self, k: int) -> list[str]:
         """Return the parameters whose gradients a result of the body consists of."""
@@ -209,9 +219,9 @@ class _Pipelined:
         seams = seams_behind(result, self._region) if result in self._region.tail else []
         return [self._region.seams.gradients[x] for x in seams]
 
-    def _total(self, k: int, stage: int) -> Node:
-        if k < self._call.num_sums:
-            return self._sums[k, stage]
+    def _total(self, k: int, part: int, stage: int) -> Node:
+        if (k, part, stage) in self._sums:
+            return self._sums[k, part, stage]
         return self._call_op(aten.stack.default, self._stacks[k, stage])
 
     def _sum(self, terms: Any) -> Node:
@@ -234,21 +244,21 @@ class _Pipelined:
         new = self._from(home, memory if home == self._axis.rank else None, memory.meta["val"], "written")
         self._call_op(aten.copy_.default, memory, new)
 
-    def _of_holders(self, k: int, holders: Sequence[int], own: dict[int, Node]) -> Node:
-        """Return the sum of the terms of all stages, in their order, on the ranks that hold the parameters: they send
-        their terms to each other.
+    def _of_holders(self, j: int, homes: Sequence[int], holders: Sequence[int], own: dict[int, Node]) -> Node:
+        """Return the sum of the terms of all stages, `homes`, in their order, on the ranks that hold the parameters:
+        they send their terms to each other.
         """
-        like, rank_of = self._node.meta["val"][k], self._schedule.placement.rank_of
+        like, rank_of = self._node.meta["val"][j], self._schedule.placement.rank_of
         if self._axis.rank not in holders:
             return self._empty(like)
         others, group = [r for r in holders if r != self._axis.rank], self._axis.group
         for stage, term in own.items():
             for peer in others:
-                self._exchanged.append(self._call_op(ops.send.default, term, peer, group, f"sum {k} of {stage}"))
+                self._exchanged.append(self._call_op(ops.send.default, term, peer, group, f"sum {j} of {stage}"))
         terms = []
-        for stage in self._cut.homes[k]:
+        for stage in homes:
             if stage not in own:
-                place = (list(like.shape), list(like.stride()), rank_of(stage), group, f"sum {k} of {stage}")
+                place = (list(like.shape), list(like.stride()), rank_of(stage), group, f"sum {j} of {stage}")
                 start = self._call_op(ops.receive.default, *place, dtype=like.dtype, device=like.device)
                 terms.append(self._call_op(ops.wait.default, start))
             else:

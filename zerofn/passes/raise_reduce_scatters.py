@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import is_view, positions
-from ..graph.edit import clean, raise_up
+from ..graph.edit import clean, raise_up, sums_of
 from ..graph.node_kinds import casts, is_gather, is_scatter, is_start, start_of, wait_of
 from ._context import Context
 
@@ -23,7 +23,8 @@ def raise_reduce_scatters(gm: GraphModule, context: Context) -> None:
     Its wait moves down to the first use, or to where the second reduce-scatter after it starts. The transfer then
     overlaps the rest of the backward pass; capture leaves all reduce-scatters at its end. On a mesh with replicas, what
     was reduced among some ranks is then reduced across the others, and gathered across them again: each of these
-    transfers starts behind the wait for the one before, and is waited for as late.
+    transfers starts behind the wait for the one before, and is waited for as late. What was reduced in several parts is
+    added up behind the waits.
     """
     graph = gm.graph
     first = [node for node in graph.nodes if node.target is ops.ravel.default or is_scatter(node)]
@@ -31,6 +32,7 @@ def raise_reduce_scatters(gm: GraphModule, context: Context) -> None:
     back = [node for node in graph.nodes if is_gather(node) and _reduced_by(node) in across]
     for nodes in ([node for node in first if node not in across], across, back):
         _raise(graph, nodes)
+    raise_up(graph, sums_of(graph, [wait_of(node) for node in first if is_scatter(node)]))
     clean(gm)
 
 

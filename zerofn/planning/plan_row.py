@@ -144,9 +144,20 @@ class OfStages(NamedTuple):
         return sum(self.peak.values())
 
 
+class Sums(NamedTuple):
+    """A rank's gradients that are added over others, in bytes: whole, its shards of them, and what it sends for one sum
+    of all.
+    """
+
+    whole: int
+    shards: int
+    sent: int
+
+
 class Pipelined(NamedTuple):
     """A step as a pipeline: the schedule and the number of microbatches; seconds, and the lane that limits them; each
-    rank along `pipe`.
+    rank along `pipe`; the gradients of the rank that has the most; the largest share of a stage's forward pass that
+    sending its result to the next stage takes.
     """
 
     schedule: str
@@ -154,6 +165,21 @@ class Pipelined(NamedTuple):
     seconds: float
     bound: str
     ranks: tuple[OfStages, ...]
+    sums: Sums = Sums(0, 0, 0)
+    crossing: float = 0.0
+
+    @property
+    def reduces(self) -> dict[str, tuple[int, int]]:
+        """For each `reduce` of `zerofn.accumulate` the bytes that a rank sends in a step to add gradients over others,
+        and those of gradients that it keeps from one microbatch to the next.
+        """
+        whole, shards, sent = self.sums
+        rounds = -(-self.microbatches // len(self.ranks))
+        return {
+            "step": (sent, whole),
+            "round": (rounds * sent, whole + shards * (rounds > 1)),
+            "microbatch": (self.microbatches * sent, shards),
+        }
 
     @property
     def idle(self) -> float:
@@ -169,13 +195,15 @@ class Pipelined(NamedTuple):
         return f"{self.schedule}, {self.num_stages} stages, {self.microbatches} microbatches, {self.idle:.0%} idle"
 
     def details(self) -> list[str]:
-        """Return a line for each rank."""
+        """Return a line for each rank, and one for when gradients may be reduced."""
+        costs = (f"{how} sends {in_words(n)} a step and keeps {in_words(k)}" for how, (n, k) in self.reduces.items())
+        sums = [f"gradients of accumulate(reduce=), of a rank: {'; '.join(costs)}"] if self.sums.sent else []
         return [
             f"rank {k} along pipe: {_numbered(x.stages)}, {x.elements:,} parameters, {in_words(x.device)} "
             f"at its peak ({', '.join(f'{kind} {in_words(n)}' for kind, n in x.peak.items() if n)}), "
             f"{x.idle:.0%} idle, {x.exposed:.0%} waiting for transfers within, sends {in_words(x.sent)} along pipe"
             for k, x in enumerate(self.ranks)
-        ]
+        ] + sums
 
 
 def _numbered(stages: tuple[int, ...]) -> str:
@@ -250,7 +278,8 @@ class Row:
             known = {"estimate": {**self.estimate._asdict(), **told}}
         if self.pipelined is not None:
             ranks = [x._asdict() for x in self.pipelined.ranks]
-            known["pipeline"] = {**self.pipelined._asdict(), "idle": self.pipelined.idle, "ranks": ranks}
+            more = {"ranks": ranks, "sums": self.pipelined.sums._asdict(), "reduces": self.pipelined.reduces}
+            known["pipeline"] = {**self.pipelined._asdict(), "idle": self.pipelined.idle, **more}
         written = {
             k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
         }

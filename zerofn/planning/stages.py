@@ -9,17 +9,20 @@ from typing import Any
 from ..comm.axes import BETWEEN, PIPE
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
+from ..cost.op_cost import moved
 from ..cost.op_timer import measured
 from ..cost.pipelined import simulated
-from ..geometry.cuts import AUTO, Cut, stage_cut
+from ..geometry.cuts import AUTO, Cut, StageCut, stage_cut
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument, is_scatter
 from ..graph.pipelines import pipelines
-from ..graph.program import Program, ShardedInput
+from ..graph.program import Program, ShardedInput, tensor_of
 from ..parallel.model_parts import captured_loops, shapes_of
 from ..parallel.pipe import Asked, StageCuts, into_stages
 from ..schedules import Schedule
 from ..sharding.precision import Precision
 from .plan import Plan
-from .plan_row import OfStages, Pipelined
+from .plan_row import OfStages, Pipelined, Sums
 
 
 def as_stages(mesh: Mesh) -> list[Mesh]:
@@ -87,7 +90,33 @@ def pipelined(schedule: Schedule | None, plans: Sequence[Plan], machine: Machine
         )
         for rank, (plan, idle, exposed) in enumerate(zip(plans, step.idle, step.exposed, strict=True))
     )
-    return Pipelined(schedule.name, schedule.microbatches, step.seconds, step.bound, tuple(ranks))
+    sums, crossing = max(map(_sums, plans)), _crossing(plans[0].program)
+    return Pipelined(schedule.name, schedule.microbatches, step.seconds, step.bound, tuple(ranks), sums, crossing)
+
+
+def _crossing(program: Program) -> float:
+    """Return the largest share of a stage's forward pass that a transfer to the next stage takes; 0 if its costs are
+    not known.
+    """
+    states = (node for node in program.state.nodes if isinstance(node, ShardedInput))
+    cuts = (stage_cut(leaf.cuts) for node in states for leaf in node.spec.layout.leaves)
+    pipeline = next((cut.pipeline for cut in cuts if isinstance(cut, StageCut)), None)
+    if pipeline is None or pipeline.costs is None:
+        return 0.0
+    costs = pipeline.costs
+    return max((send / f for send, f in zip(costs.down, costs.f, strict=False) if f), default=0.0)
+
+
+def _sums(plan: Plan) -> Sums:
+    """Return what is added over ranks of the gradients of a rank's units."""
+    found: dict[str, dict[str, tuple[int, int, int]]] = {}  # unit -> group -> bytes before, after and sent
+    for node in (node for gm in graphs_of(plan.graph) for node in gm.graph.nodes if is_scatter(node)):
+        moves, whole = moved(node), tensor_of(node.all_input_nodes[0])
+        assert moves is not None and whole is not None
+        by_group = found.setdefault(moves.unit, {})
+        by_group[argument(node, "group")] = whole.nbytes, node.meta["val"].nbytes, moves.nbytes
+    units = [list(zip(*by_group.values(), strict=True)) for by_group in found.values()]
+    return Sums(sum(max(x) for x, _, _ in units), sum(min(x) for _, x, _ in units), sum(sum(x) for _, _, x in units))
 
 
 def _elements(plan: Plan) -> int:

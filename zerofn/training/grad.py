@@ -32,7 +32,7 @@ from ..sharding.storage import Stored
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
 from .float8 import Products, float8_products
-from .gradient_sums import GradientSums, flat_gradients
+from .gradient_sums import WHEN, GradientSums, flat_gradients
 from .loss_errors import check_gradient, warn_of_weight
 from .loss_scale import NoLossScale, check_loss_scale
 
@@ -128,8 +128,10 @@ def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
 
     `reduce`: when gradients are summed over ranks. "microbatch": in each one, so that a rank keeps shards of the sums,
     which at stage 0, and along `replicate`, are gathered behind the last.
-    "step": once, behind the last, which sends 1/n of the bytes, and keeps whole gradients, in the reduce dtype. None:
-    "step" at stages 0 and 1, "microbatch" at 2 and 3. For either one, all stages give the same bits.
+    "step": once, behind the last, which sends 1/n of the bytes, and keeps whole gradients, in the reduce dtype.
+    "round": once for as many microbatches as the mesh's axis `pipe` has ranks, which a pipeline has under way together;
+    without that axis, in each one. None: "step" at stages 0 and 1, "microbatch" at 2 and 3. Each orders sums otherwise;
+    for any one, all stages give the same bits.
 
     Raises `TypeError` for another `vg`, and `ValueError` for an `n` that is no positive integer, another `reduce` or a
     leaf that cannot be cut.
@@ -142,8 +144,8 @@ def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
         raise TypeError(f"accumulate: vg must be what value_and_grad returned, got {type(vg).__name__}.")
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
-    if reduce not in (None, "step", "microbatch"):
-        raise ValueError(f"accumulate: reduce must be 'step', 'microbatch' or None, got {reduce!r}.")
+    if reduce not in (None, *WHEN):
+        raise ValueError(f"accumulate: reduce must be 'step', 'round', 'microbatch' or None, got {reduce!r}.")
     return vg.with_microbatches(n, reduce)
 
 
@@ -295,17 +297,13 @@ class _Work:
         seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
         return self.vg.scale.scale(seed if share is None else seed * share)
 
-    def _late(self) -> bool:
-        """Return whether gradients accumulate unsharded and are reduced once a step, as at stages 0 and 1."""
-        late = all(x.spec.partition.late for x in self.nodes if is_sharded(x))
-        return late if self.vg.reduces is None else self.vg.reduces == "step"
-
     def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
         """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients).
 
         Without weights, the first is the mean of the losses, and the second None.
         """
-        n, late = self.vg.num_microbatches, self._late()
+        n, stages = self.vg.num_microbatches, 1 if self.mesh is None else self.mesh.stages.size
+        late, rounds = self.sums.when(self.vg.reduces, n, stages)
         passed = tree.tree_map(lambda x: None if callable(x) and not isinstance(x, Tensor) else x, args)
         error = not_constant("accumulate", "an argument's", passed)
         if error is not None and n > 1:  # its tensors would stay whole
@@ -326,9 +324,9 @@ class _Work:
                 (tree.structure(loss.aux), len(pair) == 2),
             )
 
-        sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)])
+        sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)], rounds)
         head = 2 if weighted else 1
-        grads = self.sums.stored(self.sums.own(sums[head:]) if late else sums[head:])
+        grads = self.sums.stored(self.sums.added(sums[head:]) if late else sums[head:])
         total = sums[0] if weighted else sums[0] / n
         if self.vg.num_microbatches == 1:
             rows = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in like.flatten_up_to(stacked)]

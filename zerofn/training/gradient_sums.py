@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,13 @@ from torch import Tensor
 from ..collectives.maps import sum_over
 from ..comm.mesh import Axis
 from ..geometry.layout import Unit
+from ..graph.nested import NO_PARTS, Parts
 from ..sharding.gather_scatter import own_gradient, ravel
 from ..sharding.sharded import is_sharded
 from ..sharding.spec import Spec
 from ..sharding.transfers import own_sum, stored_sum
+
+STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradients are added over ranks
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,35 @@ class GradientSums:
     learns: Sequence[Sequence[bool]]
     axis: Axis | None
 
+    @property
+    def count(self) -> int:
+        """How many gradients there are."""
+        return len(list(self._units()))
+
+    def when(self, how: str | None, n: int, stages: int) -> tuple[bool, Parts]:
+        """Return whether gradients of several of `n` microbatches accumulate before they are added over ranks, and of
+        how many if not of all. `how`: one of `WHEN`, or None for the default; `stages`: ranks along `pipe`.
+        """
+        late = all(x.spec.partition.late for x in self.nodes if is_sharded(x))
+        how = how or (STEP if late else MICROBATCH)
+        if how != ROUND or stages == 1:
+            return how == STEP, NO_PARTS
+        return True, Parts(self.count, stages) if stages < n else NO_PARTS
+
     def own(self, flats: Iterable[Tensor]) -> list[Tensor]:
         """Add gradients over ranks. Return the part of each unit's sum that this rank adds, and of plain leaves, whose
         copies must stay equal on all ranks, the whole sum. With several microbatches, these are added up.
         """
         pairs = zip(self._units(), flats, strict=True)
         return [own_sum(*unit, x) if unit else x if self.axis is None else sum_over(x, self.axis) for unit, x in pairs]
+
+    def added(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sums of what `own` returns for several gradients of each unit. `flats`: all those of the first
+        part of a step, then all of the next one.
+        """
+        ends = range(0, len(flats), self.count or 1)
+        each = [self.own(flats[k : k + self.count]) for k in ends]
+        return [functools.reduce(torch.add, parts) for parts in zip(*each, strict=True)]
 
     def stored(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return what this rank stores of each gradient, of what each rank has added."""
