@@ -275,6 +275,21 @@ def test_a_config_is_planned(tmp_path, capsys):
     assert "--context has no effect on a script" in capsys.readouterr().err
 
 
+def test_a_config_is_planned_in_stages(tmp_path, capsys):
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--context", "32", "--machine", "4090", "--precision", "bf16", "--stage", "1", "--offload", "none"]
+    command = ["plan", str(tmp_path), *options, "--microbatches", "4", "--mesh", "pipe=2,data=2"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    for text in ("stages, 4 microbatches", "rank 1 along pipe: stage", "zerofn.parallel.pipe(model, mesh"):
+        assert text in told
+    assert main([*command, "--rows", "6"]) == 1
+    assert "--microbatches 4: a rank's 6 rows are not cut into as many equal parts" in capsys.readouterr().err
+    assert main(["plan", "train.py", "--microbatches", "4"]) == 1
+    assert "--microbatches has no effect on a script, which accumulates over its own" in capsys.readouterr().err
+
+
 def test_layers_with_parts_of_the_tokens_are_planned(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
     config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}

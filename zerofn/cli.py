@@ -113,6 +113,7 @@ def _add_plan(commands: Any) -> None:
     )
     one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
     one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
+    one.add_argument("--microbatches", type=int, help="of a rank's rows, with a config.json: zerofn.accumulate (1)")
     one.add_argument("--capacity", type=float, help="of an expert, with a config.json: a factor (none: drop nothing)")
     one.add_argument(
         "--sequence-parallel",
@@ -246,6 +247,14 @@ def _convert(args: argparse.Namespace) -> int:
     return 0
 
 
+_OF_CONFIGURATIONS = {  # options, and what a script does instead
+    "context": "has its own batch",
+    "microbatches": "accumulates over its own number",
+    "capacity": "says it to its own layers",
+    "sequence_parallel": "has a plan of its own",
+}
+
+
 def _plan(args: argparse.Namespace) -> int:
     """Return the exit status: 1 if nothing fits."""
     table = _table(args)
@@ -268,12 +277,9 @@ def _table(args: argparse.Namespace) -> Table:
     is_config = args.script.endswith(".json") or Path(args.script).is_dir()
     if is_config and args.context is None:
         raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
-    if not is_config and args.context is not None:
-        raise ValueError("--context has no effect on a script, which has its own batch; leave it out.")
-    if not is_config and args.capacity is not None:
-        raise ValueError("--capacity has no effect on a script, which says it to its own layers; leave it out.")
-    if args.sequence_parallel is not None and not is_config:
-        raise ValueError("--sequence-parallel has no effect on a script, which has a plan of its own; leave it out.")
+    for name, why in _OF_CONFIGURATIONS.items():
+        if not is_config and getattr(args, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect on a script, which {why}; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
         usual = None if is_config else make(Mesh.planned({USUAL: ranks})).precision
@@ -318,8 +324,9 @@ def _of_config(args: argparse.Namespace, mesh: Mesh) -> StepToPlan:
         raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
 
     def step(parts: bool, number: int | None = None) -> Step:
-        rows = (args.rows or [1])[0]
-        given = {"capacity": args.capacity, "sequence_parallel": parts, "layers": number}
+        count = 1 if args.microbatches is None else args.microbatches
+        rows = (args.rows or [count])[0]
+        given = {"capacity": args.capacity, "sequence_parallel": parts, "layers": number, "microbatches": count}
         found = hf_config.step_of(args.script, args.context, rows, mesh, **given)
         few = functools.cache(lambda number: step(parts, number))
         layers = Layers(found.num_layers, found.odd, few) if found.num_layers else None
@@ -370,21 +377,8 @@ def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:
 def _profile(args: argparse.Namespace) -> int:
     if args.ranks > 1 and "RANK" not in os.environ:
         folder = ["--folder", str(args.folder)] if args.folder else []
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(args.ranks),
-            "-m",
-            "zerofn.cli",
-            "profile",
-            str(args.file),
-            "--ranks",
-            str(args.ranks),
-            *folder,
-        ]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        command += ["-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
         if subprocess.run(command).returncode:
             raise ValueError(f"the {args.ranks} ranks that measure did not come to an end; see above.")
         return 0

@@ -16,6 +16,8 @@ from zerofn.graph import liveness
 from zerofn.graph.alias import roots
 from zerofn.graph.nested import graphs_of
 from zerofn.parallel import pipe
+from zerofn.planning.meshes import slower_stages
+from zerofn.planning.plan_row import Config, Estimate, Needs, OfStages, Pipelined, Row
 from zerofn.planning.plan_variants import _usual_cuts
 from zerofn.schedules import make, simulate
 
@@ -114,11 +116,41 @@ def test_memory_looks_at_a_piece_once_however_often_it_runs(monkeypatch):
     assert seen == Counter(gm.graph for gm in graphs_of(row.plan.graph)) and len(seen) > 2
 
 
+def reduced(how):
+    """The row of a step over six rounds of two microbatches, on stages that are halves."""
+
+    def step(state, x):
+        loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), 12, reduce=how)(x)
+        return state.apply_gradients(grads), loss
+
+    mesh = Mesh.planned({"pipe": 2, "data": 2})
+    rows = batch_of(rows=12)["x"]
+    (row,) = zerofn.plan(step, init_state, rows, mesh=mesh, cuts=cuts_on(mesh), **{**OPTIONS, "stage": 2})
+    return row
+
+
+def test_a_plan_says_what_each_time_to_reduce_gradients_costs():
+    rows = {how: reduced(how) for how in ("step", "round", "microbatch")}
+    told = rows["step"].pipelined.reduces
+    sent, kept = zip(*told.values(), strict=True)
+    half, once = kept[0], sent[0]  # of a stage's gradients, of which a rank keeps and sends half
+    assert half >= LAYERS // 2 * WIDTH * (WIDTH + 1) * 4 and list(told) == ["step", "round", "microbatch"]
+    assert sent == (half // 2, 6 * once, 12 * once) and kept == (half, half + half // 2, half // 2)
+    for how, row in rows.items():
+        assert row.pipelined.reduces == told
+        more = row.sent["data"] - rows["step"].sent["data"]
+        assert more == told[how][0] - told["step"][0], how
+    assert "gradients of accumulate(reduce=), of a rank: step sends" in rows["step"].pipelined.details()[-1]
+    peaks = {how: row.plan.memory().peak["gradients"] for how, row in rows.items()}
+    assert peaks["round"] <= peaks["step"] + 2 * half  # six rounds are no six sums
+
+
 def test_a_step_without_cuts_gets_those_of_pipe():
     """With the microbatches that it has, and the balance and schedule that they ask for."""
     (own,) = planned({"pipe": 2}, given=False)
     (row,) = planned({"pipe": 2}, schedule="auto", stages=None, microbatches=MICROBATCHES)
-    assert own.pipelined == row.pipelined and own.config == row.config
+    assert own.config == row.config
+    assert own.pipelined._replace(crossing=0) == row.pipelined._replace(crossing=0)  # whose parts had all rows
 
 
 def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
@@ -131,6 +163,29 @@ def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
 def test_a_model_of_fewer_parts_than_stages_is_refused():
     with pytest.raises(ValueError, match="pipe=6: the model has 4 parts that may begin a stage"):
         zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 6}, **OPTIONS)
+
+
+SLOWER = "pipe 2 as advice: data=2 is 1.30 times as fast; with stages 10% of a step is idle, at 8 microbatches"
+
+
+def row_of(sizes, speed, **pipelined):
+    """A row that fits, of so many tokens per second."""
+    config = Config(1, None, None, None, 1, mesh=tuple(sizes.items()))
+    found = Pipelined("1f1b", 8, 1.0, "compute", (), **pipelined) if pipelined else None
+    estimate = Estimate(1, 2, 1.0, {}, "compute", 1)
+    return Row(config, Needs(1, 0, 0), "", None, tokens=speed, estimate=estimate, pipelined=found)
+
+
+@pytest.mark.parametrize(("speed", "crossing", "told"), [
+    (100, 0.1, [f"{SLOWER}."]),
+    (100, 0.6, [f"{SLOWER}; layers are small: to send what one makes takes 60% of its forward pass."]),
+    (130, 0.6, []),
+])  # fmt: skip
+def test_a_faster_mesh_than_one_with_stages_is_told_with_the_reason(speed, crossing, told):
+    rank = OfStages((0,), 1, {}, 0.1, 1)
+    staged = row_of({"pipe": 2}, speed, crossing=crossing)
+    staged = dataclasses.replace(staged, pipelined=staged.pipelined._replace(ranks=(rank, rank)))
+    assert list(slower_stages([staged, row_of({"data": 2}, 130)])) == told
 
 
 def test_auto_says_where_stages_are_not_tried():

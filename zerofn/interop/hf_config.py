@@ -45,6 +45,7 @@ def step_of(
     capacity: float | None = None,
     sequence_parallel: bool = False,
     layers: int | None = None,
+    microbatches: int = 1,
 ) -> Planned:
     """Return the training step of a config's model: AdamW, gradients clipped to norm 1, rows of `context` tokens. Over
     the tensor axis of `mesh` it is cut by the model's own `tp_plan`, over the expert axis by its own `ep_plan`, and
@@ -53,7 +54,7 @@ def step_of(
     `path`: a config.json, or a folder with one. The model's class is the one that the config names, or the causal
     language model of its kind. `capacity`: of an expert, see `zerofn.moe.experts`. `sequence_parallel`: over the tensor
     axis, layers have parts of the tokens, and the loss is computed from slices of logits; see `zerofn.parallel.tensor`.
-    `layers`: only as many of them.
+    `layers`: only as many of them. `microbatches`: of the rows, over which the step accumulates.
     Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file that is no config, a model
     that takes no tokens, a context that is longer than the model's positions, and for axes that do not divide heads,
     experts or the sequence, or that the model has no plan for.
@@ -63,6 +64,8 @@ def step_of(
         raise FileNotFoundError(f"there is no config {os.fspath(file)!r}.")
     if context < 1 or rows < 1:
         raise ValueError(f"--context and --rows must be 1 or more, got {context} and {rows}.")
+    if microbatches < 1 or rows % microbatches:
+        raise ValueError(f"--microbatches {microbatches}: a rank's {rows} rows are not cut into as many equal parts.")
     config, model_class = _config(file)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if most and context > most and not getattr(config, "rope_parameters", None):
@@ -85,11 +88,11 @@ def step_of(
         zerofn.parallel.context(model, mesh)
         batch = zerofn.parallel.split_sequence(batch, mesh)
 
-    init_state, train_step = _training(model, build)
+    init_state, train_step = _training(model, build, microbatches)
     return Planned(train_step, init_state, batch, model_class.__name__, cuts, num_layers, odd, written)
 
 
-def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> tuple[Any, Any]:
+def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module], microbatches: int) -> tuple[Any, Any]:
     """Return (the first state, the step) of a skeleton's training, under the name of its class."""
 
     def loss_fn(params: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +104,8 @@ def _training(model: torch.nn.Module, build: Callable[[], torch.nn.Module]) -> t
         return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=tx)
 
     def train_step(state: Any, batch: dict[str, torch.Tensor]) -> Any:
-        loss, grads = state.value_and_grad(loss_fn)(batch)
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (zerofn.accumulate(vg, microbatches) if microbatches > 1 else vg)(batch)
         return state.apply_gradients(grads), {"loss": loss}
 
     train_step.__name__ = type(model).__name__

@@ -14,6 +14,7 @@ from .plan_variants import ALL, Asked, Step, halves, listed
 from .search import STAGES, Search, Sizes
 
 AUTO = "auto"
+SMALL = 0.25  # of a stage's forward pass: where a transfer to the next stage takes longer, layers are small
 
 
 class PlannedMeshes(NamedTuple):
@@ -62,7 +63,7 @@ def rows_of_meshes(
         told.append(f"{several(TENSOR, odd)}: neither a part of a node's devices nor whole nodes.")
     if _between(world, per_node):
         told.append(_why_between(world, per_node))
-    return PlannedMeshes(search.sorted(), [*search.left_out, *told], search.name)
+    return PlannedMeshes(search.sorted(), [*search.left_out, *told, *slower_stages(search.rows)], search.name)
 
 
 def _plan_experts(
@@ -105,6 +106,20 @@ def _plan_stages(
             f"from {2 * n} on it is tried."
         )
     plan({PIPE: n} for n in whole if number >= 2 * n)
+
+
+def slower_stages(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield why stages are not recommended, for each number of them of which a row fits, if another mesh is faster."""
+    fitting = [row for row in rows if row.fits]
+    other = max((row for row in fitting if row.config.sizes.get(PIPE, 1) == 1), key=lambda row: row.speed, default=None)
+    for n in sorted({row.config.sizes.get(PIPE, 1) for row in fitting} - {1}):
+        row = max((row for row in fitting if row.config.sizes.get(PIPE, 1) == n), key=lambda row: row.speed)
+        if other is None or row.pipelined is None or other.speed <= row.speed:
+            continue
+        why = f"with stages {row.pipelined.idle:.0%} of a step is idle, at {row.pipelined.microbatches} microbatches"
+        if row.pipelined.crossing > SMALL:
+            why += f"; layers are small: to send what one makes takes {row.pipelined.crossing:.0%} of its forward pass"
+        yield f"{PIPE} {n} as advice: {other.config.grid} is {other.speed / row.speed:.2f} times as fast; {why}."
 
 
 def _plan_context(
