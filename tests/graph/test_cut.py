@@ -161,7 +161,7 @@ CROSSES = {
     **dict.fromkeys(("llama", "gpt2", "bert"), [[ONE] * 2, [ONE] * 4, [ONE] * 6]),
     **dict.fromkeys(("mixtral", "qwen2_moe"), _EXPERTS),
     "vit": [[IMAGE] * 2, [IMAGE] * 4, [IMAGE] * 6],
-    "t5": [[ONE] * 2, [ONE] * 2 + [(2, 8192), (3, 10240)], [ONE] + [(2, 6144)] + [ONE] * 2 + [(2, 8192), (3, 10240)]],
+    "t5": [[ONE] * 2, [ONE] * 2 + [(2, 8192)] * 2, [ONE] * 4 + [(2, 8192)] * 2],  # the encoder's output, too
 }
 
 

@@ -40,6 +40,47 @@ def test_a_leaf_that_is_used_before_its_stage_is_refused():
         cut(region, leaves, 2, range(2))
 
 
+def penalised(params, batch):
+    """A gradient penalty on the first matrix: its derivative reads all of them again, the last one first."""
+    loss = (torch.tanh(batch["x"] @ params["a"]) @ params["c"] @ params["b"]).square().mean()
+    (grad,) = torch.autograd.grad(loss, params["a"], create_graph=True)
+    return loss + grad.square().sum()
+
+
+def test_a_leaf_that_a_derivative_inside_the_loss_reads_again_is_refused_with_that_reason():
+    region = two(penalised, "acb").region()
+    with pytest.raises(ValueError, match=r"'c' lies on stage 0, which reads it, and is read again.*gradient penalty"):
+        cut(region, {"a": (0,), "c": (0,), "b": (1,)}, 2, range(2))
+
+
+class Clamped(torch.autograd.Function):
+    """Whose derivative is not linear."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clamp(-0.01, 0.01)
+
+
+@pytest.mark.parametrize(("made", "crossing"), [(torch.tanh, 1), (lambda c: c.t() * 2, 1), (Clamped.apply, 2)])
+def test_what_is_made_of_a_leaf_for_two_stages_sends_no_gradient_if_its_derivative_is_linear(made, crossing):
+    def loss_fn(params, batch):
+        bias = made(params["c"]).sum(0)
+        return (torch.tanh((batch["x"] + bias) @ params["a"]) @ params["b"] + bias).square().mean()
+
+    body = two(loss_fn, "acb")
+    region = body.region()
+    leaves = holders(region, ["b"])
+    assert leaves["c"] == (0, 1)
+    found, here, there = cut(region, leaves, 2, range(2)), body.fresh(), body.fresh()
+    for mine, other in zip(Pipeline([here] * 2, found.pieces).run()[0], there.whole()[0], strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
+    assert sum(e.kind == "I" for e in found.edges) == crossing
+
+
 def test_a_leaf_between_its_stages_is_refused():
     region = layers_of().region()
     leaves = holders(region, ["3.weight", "9.weight"])

@@ -182,7 +182,7 @@ def row_of(sizes, speed, **pipelined):
     (130, 0.6, []),
 ])  # fmt: skip
 def test_a_faster_mesh_than_one_with_stages_is_told_with_the_reason(speed, crossing, told):
-    rank = OfStages((0,), 1, {}, 0.1, 1)
+    rank = OfStages((0,), 1, {}, 0.1, 0.0, 1)
     staged = row_of({"pipe": 2}, speed, crossing=crossing)
     staged = dataclasses.replace(staged, pipelined=staged.pipelined._replace(ranks=(rank, rank)))
     assert list(slower_stages([staged, row_of({"data": 2}, 130)])) == told

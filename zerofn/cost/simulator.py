@@ -131,7 +131,7 @@ class Lanes:
 
     def _adding(self, node: Node, call: Call) -> float:
         """Return the seconds in which a loop adds the terms of a round to its sums."""
-        sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums]]
+        sums = [x.nbytes for x in tensors_of(node.meta["val"])[: call.num_sums + call.parts.number]]
         return sum(max(self.machine.launch, 3 * nbytes / self.machine.memory_rate) for nbytes in sums if nbytes)
 
     def done(self, memory: Node) -> float:

@@ -111,6 +111,14 @@ def _out_of_order(
         return of_several(node, (name, before), spans)
     line = line_behind(node)
     stage = min(spans[before])
+    if any(x == name and k < late[0] for k, x in reads_of(region)):
+        return (
+            f"pipe: {name!r} lies on stage {max(spans[name])}, which reads it, and is read again{line} behind "
+            f"{before!r} of stage {stage}: by a derivative that the loss function takes itself (a gradient penalty, a "
+            "product with the Hessian), or by a layer that is called twice. A microbatch goes through the stages once, "
+            f"so the leaf has to lie on stage {stage}, too, as cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch) "
+            "places it. If most leaves are read so, take a mesh without 'pipe'."
+        )
     return (
         f"pipe: {name!r} lies on stage {max(spans[name])} and is read{line} behind {before!r} of stage {stage}; a "
         f"value would have to go back. Put it on stage {stage}, or on both (stages={{...}})."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from .node_kinds import start_of
 from .program import alike, tensor_of
 from .region import Region
 from .source_lines import line_behind
-from .stages import Crossing, Stages
+from .stages import Addend, Crossing, Stages
 
 aten = torch.ops.aten
 
@@ -150,7 +150,11 @@ class Part:
         if x in region.seams.leaves:
             return [self.source(x)]  # type: ignore[list-item]
         if x in region.seams.gradients:
-            return list(self.term(x))
+            inputs = {y for each in self.term(x) for node in each.chain for y in node.all_input_nodes}
+            return [
+                *(each.value for each in self.term(x)),
+                *sorted(inputs - region.gradients, key=region.where.__getitem__),
+            ]
         if x in plan.incoming:
             (self.taken if plan.made.setdefault(x, self._kind) != self._kind else self.received).add(x)
             return []
@@ -183,7 +187,7 @@ class Part:
                         "it was before; write out of place (x = x + y)."
                     )
 
-    def term(self, seam: Node) -> list[Node]:
+    def term(self, seam: Node) -> list[Addend]:
         """Return what is summed on this stage for the gradient of a parameter."""
         plan = self._plan
         return plan.stages.terms[plan.region.seams.gradients[seam]].get(plan.stage, [])
@@ -277,15 +281,27 @@ class Writer:
 
     def _term(self, seam: Node) -> Node:
         """Return this stage's part of a parameter's gradient: zeros, if the parameter is not read here."""
-        terms = [self._value(x) for x in self._part.term(seam)]
+        by_chain: dict[tuple[Node, ...], list[Node]] = {}
+        for each in self._part.term(seam):
+            by_chain.setdefault(each.chain, []).append(self._value(each.value))
         value = seam.all_input_nodes[0].meta["val"]
-        if not terms:
+        if not by_chain:
             like = {"dtype": value.dtype, "device": value.device}
-            terms = [self._graph.call_function(aten.zeros.default, (list(value.shape),), like)]
-            terms[0].meta.update(seam.meta, val=value)
+            by_chain[()] = [self._graph.call_function(aten.zeros.default, (list(value.shape),), like)]
+            by_chain[()][0].meta.update(seam.meta, val=value)
+        sums = []
+        for chain, terms in by_chain.items():
+            total = self._sum(terms, seam)
+            for node in chain:
+                found = {x: total if x in self._plan.region.gradients else self._value(x) for x in node.all_input_nodes}
+                total = self._graph.node_copy(node, found.__getitem__)
+            sums.append(total)
+        return self._sum(sums, seam)
+
+    def _sum(self, terms: Sequence[Node], seam: Node) -> Node:
         total = terms[0]
         for x in terms[1:]:
-            total = self._graph.call_function(aten.add.Tensor, (total, x))
+            total, value = self._graph.call_function(aten.add.Tensor, (total, x)), x.meta["val"]
             total.meta.update(seam.meta, val=value)
         return total
 
@@ -315,9 +331,9 @@ class Writer:
         while value not in self._part.taken and value not in self._part.received:
             if value in self._plan.region.seams.gradients:
                 terms = self._part.term(value)
-                if len(terms) != 1:
+                if len(terms) != 1 or not all(map(is_view, terms[0].chain)):
                     return self._value(value)
-                value = terms[0]
+                value = terms[0].value
             elif found := self._part.source(value) or _shared(value):
                 value = found
             else:

@@ -14,11 +14,13 @@ from .._torch_compat import OpOverload
 from ..ops.registry import base_name
 from .alias import is_given, is_view
 from .boundaries import boundaries, is_closed, nbytes_of, of_several
+from .node_kinds import casts
 from .phase import phase_of
 from .region import Region
 from .source_lines import line_behind
 
 aten = torch.ops.aten
+_LINEAR = (aten.sum.dim_IntList, aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.clone.default)
 
 
 class Crossing(NamedTuple):
@@ -28,6 +30,15 @@ class Crossing(NamedTuple):
     source: int
     target: int
     backward: bool
+
+
+class Addend(NamedTuple):
+    """What a sum of gradients consists of: `chain(value)`, of linear operations in order. Sums may be taken of the
+    values, or behind the chain.
+    """
+
+    value: Node
+    chain: tuple[Node, ...] = ()
 
 
 class Stages:
@@ -40,11 +51,12 @@ class Stages:
     cross, so that a gradient of few bytes is not sent as many, and one of a parameter ends where that is.
 
     *Sums.* Where a parameter lies on several stages, the additions that join its gradients of these stages (`joins`)
-    are dropped: each stage has its own term.
+    are dropped: each stage has its own term. So are those of what is made of the parameter once and read on several
+    stages, such as a bias by distance: each stage takes its own sum back to the parameter, as that is linear.
 
     `begins`: for each stage but the first the number (`Region.order`) with which it begins. `at`: node -> stage.
-    `crossings`: in order. `terms`: parameter -> stage -> its gradient there. `homes`: result of the body -> stages that
-    have a term of it. `buffers`: input that the forward pass writes to -> the stage that does.
+    `crossings`: in order. `terms`: parameter -> stage -> what its gradient there is the sum of. `homes`: result of the
+    body -> stages that have a term of it. `buffers`: input that the forward pass writes to -> the stage that does.
 
     Raises `ValueError` where parameters are read in another order than their stages, or where memory that is written is
     of several stages.
@@ -114,21 +126,40 @@ class Stages:
                 found.setdefault(self.region.together[node], []).append(node)
         return found
 
-    def _addends_of(self, seam: Node, name: str) -> list[Node]:
-        """Return the values whose sum is the gradient of a parameter: one, unless it lies on several stages."""
-        gradient = seam.all_input_nodes[0]
+    def _addends_of(self, seam: Node, name: str) -> list[Addend]:
+        """Return what the gradient of a parameter is the sum of: one, unless it lies on several stages."""
+        whole = Addend(seam.all_input_nodes[0])
         if len(self._stages[name]) < 2:
-            return [gradient]
-        found: list[Node] = []
-        todo = [gradient]
+            return [whole]
+        found: list[Addend] = []
+        todo = [whole]
         while todo:
-            node = todo.pop()
+            node, chain = addend = todo.pop()
             if self._is_addition(node):
                 self.joins.add(node)
-                todo += [x for x in reversed(node.args[:2]) if isinstance(x, Node)]
+                todo += [Addend(x, chain) for x in reversed(node.args[:2]) if isinstance(x, Node)]
+            elif (below := self._sum_below(node, name)) is not None:
+                self.joins.update(below.chain)
+                todo.append(Addend(below.value, (*below.chain, *chain)))
             else:
-                found.append(node)
+                found.append(addend)
         return found
+
+    def _sum_below(self, node: Node, name: str) -> Addend | None:
+        """Return the addition that a gradient is computed of by linear operations, with no value of the forward pass
+        and of no other parameter; None if there is none.
+        """
+        chain: list[Node] = []
+        while not self._is_addition(node):
+            given = [x for x in node.all_input_nodes if x in self.region.gradients]
+            others = [self.region.of(x) for x in node.all_input_nodes if x not in self.region.gradients]
+            if len(given) != 1 or len(node.users) > 1 or not _is_linear(node, given[0]):
+                return None
+            if any(x.values or x.leaves - {name} for x in others):
+                return None
+            chain.insert(0, node)
+            node = given[0]
+        return Addend(node, tuple(chain))
 
     def _is_addition(self, node: Node) -> bool:
         is_sum = node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
@@ -165,7 +196,7 @@ class Stages:
                 readers[x].add(first)
         homes: dict[Node, set[int]] = defaultdict(set)
         for name, addends in self._addends.items():
-            for x in {x for node in addends for x in region.of(node).values if len(self._stages[name]) == 1}:
+            for x in {x for each in addends for x in region.of(each.value).values if len(self._stages[name]) == 1}:
                 homes[x].update(self._stages[name])
         moved = True
         while moved:
@@ -198,19 +229,19 @@ class Stages:
             assert self.at[value] > stage, (value, self.at[value], stage)
             self._crossings[Crossing(value, self.at[value], stage, True)] = None
 
-    def _terms_of(self, name: str, addends: Iterable[Node]) -> dict[int, list[Node]]:
+    def _terms_of(self, name: str, addends: Iterable[Addend]) -> dict[int, list[Addend]]:
         """Return the addends of a parameter's gradient by the stage that sums them: where they are computed, or the
         nearest below that has the parameter.
         """
-        found: dict[int, list[Node]] = defaultdict(list)
-        for node in addends:
-            values = self.region.of(node).values
+        found: dict[int, list[Addend]] = defaultdict(list)
+        for addend in addends:
+            values = self.region.of(addend.value).values
             made = min((self.at[x] for x in values), default=self._stages[name][-1])
             stage = max((s for s in self._stages[name] if s <= made), default=-1)
             assert stage >= 0, (name, made, self._stages[name])
             for x in values:
                 self._back_to(x, stage) if x in self.region.gradients else self._forward_to(x, stage)
-            found[stage].append(node)
+            found[stage].append(addend)
         return dict(sorted(found.items()))
 
     # memory that is written
@@ -264,6 +295,13 @@ class Stages:
         for x in needs.values:
             self._back_to(x, stage) if x in region.gradients else self._forward_to(x, stage)
         return (stage,)
+
+
+def _is_linear(node: Node, gradient: Node) -> bool:
+    """Return whether an operation is linear in a gradient, which it reads once, as far as rounding allows."""
+    if not isinstance(node.target, OpOverload) or [k for k, x in enumerate(node.args) if x is gradient] != [0]:
+        return False
+    return is_view(node) or casts(node) or node.target in _LINEAR or base_name(node.target).endswith("_backward")
 
 
 def _is_gradient_of_statistics(node: Node) -> bool:
