@@ -275,6 +275,7 @@ def test_a_config_is_planned(tmp_path, capsys):
     assert "--context has no effect on a script" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_a_config_is_planned_in_stages(tmp_path, capsys):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200}
     (tmp_path / "config.json").write_text(json.dumps(config))

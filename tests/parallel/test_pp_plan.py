@@ -77,6 +77,7 @@ def test_the_plan_of_a_module_inside_has_its_names():
     assert parts_of(Wrapper(Reader(_pp_plan=names))) == [f"inner.{x}" for x in parts]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma3"])
 def test_plans_of_transformers_are_what_names_say(name):
     found = [part for row in cuts_of(name, 2, schedule="1f1b").stages for part in row.parts]

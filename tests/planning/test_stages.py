@@ -129,6 +129,7 @@ def reduced(how):
     return row
 
 
+@pytest.mark.whole
 def test_a_plan_says_what_each_time_to_reduce_gradients_costs():
     rows = {how: reduced(how) for how in ("step", "round", "microbatch")}
     told = rows["step"].pipelined.reduces

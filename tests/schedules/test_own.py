@@ -76,6 +76,7 @@ def test_a_step_follows_its_schedule(ranks):
         assert_same_trees(state, uncut_state, "by a schedule of one's own")
 
 
+@pytest.mark.whole
 def test_pipe_balances_for_the_stages_of_a_schedule():
     own, named = cuts_of("llama", 2, schedule=make("zbv", 2, 4).to_csv()), cuts_of("llama", 2, schedule="zbv")
     assert own.stages == named.stages and "a v of 2 ranks with 2 stages each, schedule 'own' (" in repr(own)
