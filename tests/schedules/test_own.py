@@ -61,7 +61,7 @@ def calls_and_values():
     order = []
 
     def note(program):
-        order.extend(str(x.args[0].target) for x in program.gm.graph.nodes if runs_once(x))
+        order.extend(str(x.args[0].target).removesuffix("_adds") for x in program.gm.graph.nodes if runs_once(x))
 
     by_mine = trained("1f1b", 2, 1, schedule_of_step=MINE, passes=after("cut_stages", zerofn.Pass(note, name="note")))
     return order, by_mine, trained("1f1b", 2, 1, passes=uncut)
