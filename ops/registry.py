@@ -205,6 +205,13 @@ VIEWS = (aten.view.default, aten._unsafe_view.default)  # the same memory in ano
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)
 # Reductions over the dims in their argument `dim`.
 OVER_DIMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
+LINEAR = (  # in their first argument, beside views, casts and torch's derivatives
+    *COPIES,
+    aten.sum.dim_IntList,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten.mm.default,
+)
 ASKS_METADATA = (aten.size.default, aten.stride.default, aten.storage_offset.default, aten.is_nonzero.default)
 ASKS_VALUES = (aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default)  # results: Python's
 EMPTY = (  # memory with whatever is in it

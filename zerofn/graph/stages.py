@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from .._torch_compat import OpOverload
-from ..ops.registry import base_name
+from ..ops.registry import LINEAR, base_name
 from .alias import is_given, is_view
 from .boundaries import boundaries, is_closed, nbytes_of, of_several
 from .node_kinds import casts
@@ -20,7 +20,6 @@ from .region import Region
 from .source_lines import line_behind
 
 aten = torch.ops.aten
-_LINEAR = (aten.sum.dim_IntList, aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.clone.default)
 
 
 class Crossing(NamedTuple):
@@ -301,7 +300,7 @@ def _is_linear(node: Node, gradient: Node) -> bool:
     """Return whether an operation is linear in a gradient, which it reads once, as far as rounding allows."""
     if not isinstance(node.target, OpOverload) or [k for k, x in enumerate(node.args) if x is gradient] != [0]:
         return False
-    return is_view(node) or casts(node) or node.target in _LINEAR or base_name(node.target).endswith("_backward")
+    return is_view(node) or casts(node) or node.target in LINEAR or base_name(node.target).endswith("_backward")
 
 
 def _is_gradient_of_statistics(node: Node) -> bool:
