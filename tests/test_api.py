@@ -35,7 +35,7 @@ PUBLIC = {
     moe: "combine cuts dispatch dropped experts gumbel jitter layer load_balance_loss own residual route z_loss Aux "
     "Routing",
     passes: "after before standard Context Pass PassError",
-    schedules: "balance best check fill make messages simulate stage_costs Action "
+    schedules: "balance best check fill make messages simulate stage_costs usual_limit Action "
     "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
     parallel: "attention context cross_entropy pipe split_sequence tensor tiled_loss Slice",
 }

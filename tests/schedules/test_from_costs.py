@@ -1,5 +1,6 @@
 """The fastest schedule within a limit: never slower than those with names, and within the limit."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from tests.schedules.test_greedy import uneven
 from tests.schedules.test_messages import edges_of
 from tests.support.rendezvous import stuck
-from zerofn.schedules import NAMES, Costs, Placement, best, check, fill, make, messages, simulate
+from zerofn.schedules import NAMES, Costs, Placement, best, check, fill, make, messages, simulate, usual_limit
 from zerofn.schedules.greedy import one_at_a_time
 
 QUICK = 5000  # actions simulated to improve on a schedule
@@ -120,3 +121,20 @@ def test_a_limit_for_less_than_one_microbatch_is_refused():
     assert best(costs, 4, (1.0, 1.0), effort=0).schedule.placement == Placement("line", 2)
     with pytest.raises(ValueError, match="a line of 2 ranks needs 2 limits, got 3"):
         best(costs, 4, (1.0, 1.0, 1.0))
+
+
+def test_the_usual_limit_is_what_a_named_schedule_of_each_placement_keeps():
+    styles = [Placement("line", 4), Placement("loop", 4, 2), Placement("v", 4, 2)]
+    costs = {x: uneven(x, random.Random(4)) for x in styles}
+    limit = usual_limit(costs, 8)
+    for placement, its in costs.items():
+        assert min(max(simulate(x, its).peak_bytes) for x in named_for(placement, 8)) <= limit
+        assert max(best({placement: its}, 8, limit, effort=0).peak_bytes) <= limit * (1 + 1e-9)
+
+
+def test_the_fastest_schedule_without_a_limit_keeps_what_late_w_need():
+    v = Placement("v", 4, 2)
+    costs = {v: dataclasses.replace(uneven(v, random.Random(1)), saved=(1.0,) * 8, kept=(1.0,) * 8)}
+    limit = usual_limit(costs, 8)
+    kept, free = (max(best(costs, 8, each, effort=0).peak_bytes) for each in (limit, None))
+    assert kept <= limit < free

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
-from ..schedules import NAMES, Costs, Placement, Schedule, best, make
+from ..schedules import NAMES, Costs, Placement, Schedule, best, make, usual_limit
 from ..schedules.own import AUTO
 
 Intervals = tuple[tuple[int, int], ...]
@@ -79,7 +79,7 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
 @dataclass(frozen=True)
 class Pipeline:
     """The stages of a model, and the schedule by which they run if a step says no other: a name, "auto" for the fastest
-    that is found for the `costs` of the stages, or one of somebody's own.
+    that is found for the `costs` of the stages and takes no more memory than a named one, or one of somebody's own.
     """
 
     placement: Placement
@@ -127,7 +127,8 @@ class Pipeline:
             return replace(self.schedule, placement=self.placement)
         if self.schedule == AUTO:
             assert self.costs is not None
-            return best({self.placement: self.costs}, microbatches).schedule
+            costs = {self.placement: self.costs}
+            return best(costs, microbatches, usual_limit(costs, microbatches)).schedule
         return make(self.schedule, self.placement.ranks, microbatches, self.placement.chunks)
 
 

@@ -17,7 +17,7 @@ from ..cost.simulator import Lanes
 from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..graph.pipelines import Loop
 from ..job.agreement import exchange
-from ..schedules import Costs, Placement, Schedule, best, make
+from ..schedules import Costs, Placement, Schedule, best, make, usual_limit
 from ..schedules.own import as_given
 from ..sharding.precision import Precision, resolve
 from ..util.arguments import checked
@@ -84,13 +84,14 @@ def pipe(
 
     `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage a rank, in a line), "interleaved" or "interleaved-zb" (`chunks`
     stages a rank, in a loop), "zbv" (two, in a V), or "auto": the placement and order that a simulation finds the
-    fastest; or one of your own: a `zerofn.schedules.Schedule`, the text that torch.distributed.pipelining writes, or a
-    list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or
-    leaves with which stages but the first begin, instead of the balance. `microbatches`: for how many to choose; the
-    step may have another number. `cuts`: those of other axes, as `zerofn.parallel.tensor` returns them, which the
-    result includes. `precision`: as for `shard`; in bfloat16 products take half of the time that they take in float32,
-    or less, so that the embedding and norms count for more. `machine`: what costs are for, a name as for `plan`; by
-    default a typical one, with GPUs where this process sees one. All ranks take the first one's figures.
+    fastest, of those in which no rank keeps more for the backward pass than under a named one; or one of your own: a
+    `zerofn.schedules.Schedule`, the text that torch.distributed.pipelining writes, or a list of actions for each rank,
+    such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or leaves with which stages but the
+    first begin, instead of the balance. `microbatches`: for how many to choose; the step may have another number.
+    `cuts`: those of other axes, as `zerofn.parallel.tensor` returns them, which the result includes. `precision`: as
+    for `shard`; in bfloat16 products take half of the time that they take in float32, or less, so that the embedding
+    and norms count for more. `machine`: what costs are for, a name as for `plan`; by default a typical one, with GPUs
+    where this process sees one. All ranks take the first one's figures.
 
     Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, a schedule that cannot
     run, a `pp_plan` that names no module, and a loss function that reads parameters in no order; what `shard` raises
@@ -134,11 +135,12 @@ def into_stages(
     parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh), plan)
     ways = list(_ways(parts, mesh, asked))
     costs = {way.placement: way.costs for way in ways}
-    placement = best(costs, asked.microbatches).schedule.placement if len(ways) > 1 else ways[0].placement
-    pipeline, way = (
-        Pipeline(placement, asked.schedule, costs[placement]),
-        next(x for x in ways if x.placement == placement),
-    )
+    placement = ways[0].placement
+    if len(ways) > 1:
+        limit = usual_limit(costs, asked.microbatches)
+        placement = best(costs, asked.microbatches, limit).schedule.placement
+    way = next(x for x in ways if x.placement == placement)
+    pipeline = Pipeline(placement, asked.schedule, way.costs)
     own = {
         name: (*given.get(name, ()), on_stages(pipeline, 0, shapes[name][0], lies))
         for name, lies in way.leaves.items()

@@ -8,7 +8,7 @@ spreads a model's layers over stages.
 from .actions import Action, Kind, Placement, Schedule
 from .balance import Part, balance, stage_costs
 from .check import check
-from .from_costs import best, fill
+from .from_costs import best, fill, usual_limit
 from .messages import Compute, Edge, Message, Receive, Send, Sent, messages
 from .named import NAMES, make
 from .simulate import Costs, Timeline, simulate
@@ -36,6 +36,7 @@ __all__ = [
     "messages",
     "simulate",
     "stage_costs",
+    "usual_limit",
 ]
 
 

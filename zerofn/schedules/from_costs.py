@@ -67,6 +67,23 @@ def best(
     return simulate(search.found, search.costs)
 
 
+def usual_limit(costs: Mapping[Placement, Costs], microbatches: int) -> float:
+    """Return the bytes that a rank may hold if nobody says so: every placement has a named schedule that keeps them.
+
+    That is what the worst rank holds under the named schedule that needs the least, in the placement where this is the
+    most. Without a limit, the fastest schedule would keep what W needs of many microbatches.
+
+    >>> from zerofn import schedules
+    >>> usual_limit({schedules.Placement("line", 4): schedules.Costs.even(4)}, microbatches=16)
+    4.0
+    """
+    needs = []
+    for placement, its in costs.items():
+        lines = (simulate(x, its) for x in _named(placement, microbatches))
+        needs.append(min(max(line.peak_bytes) for line in lines))
+    return max(needs)
+
+
 class _Search:
     """The fastest schedule so far, `found`, with the `costs` that it is for; of equally fast ones that whose worst rank
     holds the fewest bytes."""
@@ -80,9 +97,8 @@ class _Search:
 
     def try_stages(self, placement: Placement, costs: Costs) -> None:
         """Named schedules as they are, and with W placed anew; then those that ranks make by themselves."""
-        for name, row in NAMES.items():
-            if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks):
-                self._try_named(make(name, placement.ranks, self._microbatches, placement.chunks), costs)
+        for schedule in _named(placement, self._microbatches):
+            self._try_named(schedule, costs)
         for style in () if _short(placement, costs, self._limit) else STYLES:
             ranks = self._ranks(placement, costs)
             self._run(f"greedy {placement.style}", costs, ranks, by_costs(ranks, style))
@@ -123,6 +139,14 @@ class _Search:
         if faster or (seconds <= self._seconds * (1 + _SLACK) and nbytes < self._bytes):
             self._seconds, self._bytes, self.costs, self.found = seconds, nbytes, costs, made()
             self._pattern = _pattern(self.found)
+
+
+def _named(placement: Placement, microbatches: int) -> list[Schedule]:
+    return [
+        make(name, placement.ranks, microbatches, placement.chunks)
+        for name, row in NAMES.items()
+        if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks)
+    ]
 
 
 def _made(name: str, ranks: Ranks) -> Schedule:
