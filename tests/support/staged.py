@@ -162,7 +162,7 @@ class Pipeline:
         self._values: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         self._sent: dict[tuple[int, int, str], deque[Any]] = defaultdict(deque)
         self.sums: dict[int, dict[int, Any]] = defaultdict(dict)  # result -> stage -> sum of its terms
-        self.rows: dict[int, list[Any]] = defaultdict(list)
+        self.rows: dict[int, dict[int, list[Any]]] = defaultdict(dict)  # result -> stage -> of each microbatch
 
     def run(self) -> tuple[list[torch.Tensor], list[Any]]:
         """The sums, over stages in order, and the stacks."""
@@ -178,7 +178,7 @@ class Pipeline:
                 total = total + x
             sums.append(total)
         rows = range(self._call.num_sums, len(self._call.results))
-        return sums, [torch.stack(self.rows[i]) for i in rows]
+        return sums, [torch.stack(min(self.rows[i].items())[1]) for i in rows]  # what all stages make is the same
 
     def _ticks(self) -> Iterable[list[tuple[int, str, int]]]:
         """1F1B: stage s is `count - s` microbatches ahead of its backward pass; W of one comes behind the next I."""
@@ -215,7 +215,7 @@ class Pipeline:
 
     def _add(self, result: int, stage: int, term: Any) -> None:
         if result >= self._call.num_sums:
-            self.rows[result].append(term)
+            self.rows[result].setdefault(stage, []).append(term)
         else:
             before = self.sums[result].get(stage)
             self.sums[result][stage] = term if before is None else before + term
