@@ -7,7 +7,18 @@ import torch
 import torch.nn.functional as F
 
 import zerofn
-from tests.support.pipe_steps import LAYERS, WIDTH, both, cross_entropy, embedded, layer, logits, params, trained
+from tests.support.pipe_steps import (
+    LAYERS,
+    WIDTH,
+    both,
+    cross_entropy,
+    embedded,
+    layer,
+    logits,
+    loss_fn,
+    params,
+    trained,
+)
 from tests.support.same import assert_same_trees
 from zerofn import optim
 
@@ -103,6 +114,27 @@ def of_kind(kind, schedule):
 )  # fmt: skip
 def test_kinds_of_states(ranks, kind, schedule):
     assert_same_on_all(ranks(2, of_kind, kind, schedule))
+
+
+def of_two_losses(schedule):
+    """Two loops in a step, whose pieces have the same shapes."""
+
+    def squares(params, batch):
+        return logits(params, embedded(params, batch)).square().mean()
+
+    def step(state, batch):
+        losses, grads = [], []
+        for loss in (loss_fn, squares):
+            value, gradient = zerofn.accumulate(state.value_and_grad(loss), 3)(batch)
+            losses.append(value)
+            grads.append(gradient)
+        return state.apply_gradients(zerofn.tree_map(lambda a, b: a - 0.5 * b, *grads)), losses
+
+    return both(schedule, 3, 3, step=step)
+
+
+def test_two_losses(ranks):
+    assert_same_on_all(ranks(2, of_two_losses, "zbv"))
 
 
 def with_tied(rule, schedule, stage):

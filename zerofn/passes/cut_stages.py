@@ -36,18 +36,20 @@ def cut_stages(program: Program, context: Context) -> None:
     loop's, so their bits; what several stages add to the gradient of one parameter is added once, in the order of
     stages. What the loop returns, and writes to memory from outside, is on every rank afterwards.
     """
-    for loop in pipelines(program):
-        _Pipelined(program, loop).replace()
+    for number, loop in enumerate(pipelines(program)):
+        _Pipelined(program, loop, number).replace()
     complete_values(program.gm.graph)
     clean(program.gm)
 
 
 class _Pipelined:
-    """Writes a rank's part of a pipeline in place of a loop."""
+    """Writes a rank's part of a pipeline in place of a loop. `number`: of the step's loops; a step has several where
+    the last microbatches have other sizes.
+    """
 
-    def __init__(self, program: Program, loop: Loop) -> None:
+    def __init__(self, program: Program, loop: Loop, number: int) -> None:
         assert program.mesh is not None
-        self._gm, self._node, self._call = program.gm, loop.node, loop.call
+        self._gm, self._node, self._call, self._number = program.gm, loop.node, loop.call, number
         self._axis, self._leaves, self._region = program.mesh.stages, loop.leaves, loop.region()
         placement, self._schedule = loop.pipeline.placement, loop.pipeline.of(loop.call.rounds)
         self._costs = loop.pipeline.costs
@@ -76,11 +78,11 @@ class _Pipelined:
     def replace(self) -> None:
         """Write the actions, and what comes of them, before the loop's node, and erase that."""
         for (stage, kind), piece in self._cut.pieces.items():
-            self._gm.add_submodule(_name(stage, kind), piece.graph)
+            self._gm.add_submodule(self._name(stage, kind), piece.graph)
             if kind != "F" and (inside := summed_inside(piece, self._num_sums)) and self._call.rounds > 1:
                 self._inside[stage, kind] = inside
                 more = adding(piece.graph, [piece.results[k] for k in inside])
-                self._gm.add_submodule(_name(stage, kind, adds=True), more)
+                self._gm.add_submodule(self._name(stage, kind, adds=True), more)
         with self._graph.inserting_before(self._node):
             for step in messages(self._schedule, list(self._edges), self._costs)[self._axis.rank]:
                 if isinstance(step, Compute):
@@ -142,7 +144,7 @@ class _Pipelined:
         inputs += [self._sums.pop(self._key(x, stage, k)) for x in inside]
         outputs = results_of(piece.graph)
         meta = {_PHASE: FORWARD if kind == "F" else BACKWARD}
-        made = insert_call(self._graph, _name(stage, kind, adds=bool(inside)), inputs, outputs, meta)
+        made = insert_call(self._graph, self._name(stage, kind, bool(inside)), inputs, outputs, meta)
         for x, source in zip(made, outputs, strict=True):
             x.meta.update(meta, val=source.meta["val"])
         self._values.update({(stage, k, name): made[i] for name, i in piece.kept.items()})
@@ -273,7 +275,6 @@ class _Pipelined:
     def _call_op(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         return self._graph.call_function(target, args, kwargs)
 
-
-def _name(stage: int, kind: str, adds: bool = False) -> str:
-    """Return the name of a piece, or of the one that `adds` to sums."""
-    return f"stage_{stage}_{kind}" + "_adds" * adds
+    def _name(self, stage: int, kind: str, adds: bool = False) -> str:
+        """Return the name of a piece, or of the one that `adds` to sums."""
+        return f"stage_{stage}_{kind}" + "_adds" * adds + f"_{self._number}" * (self._number > 0)
