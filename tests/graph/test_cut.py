@@ -117,7 +117,7 @@ def cut_of(body, count, split=True, layer=r"\.(\d+)\."):
 def assert_pieces_are_the_body(body, count, split=True, layer=r"\.(\d+)\.", exact=True):
     found, leaves = cut_of(body, count, split, layer)
     here, there = body.fresh(), body.fresh()
-    ours, theirs = Pipeline([here] * count, found.pieces).run(), there.whole()
+    ours, theirs = Pipeline([here] * count, found.pieces, found.alike).run(), there.whole()
     assert_same_trees([*here.given.values()], [*there.given.values()])  # what the body writes to
     assert exact or any(len(x) > 1 for x in leaves.values())
     if exact:
@@ -271,7 +271,7 @@ def test_ranks_with_their_own_stages_have_the_pieces_of_one_pipeline():
     (first, leaves), (second, _) = (on_a_mesh(rank) for rank in range(2))
     ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate((first, second)))
     assert ours.edges == theirs.edges and ours.homes == theirs.homes
-    found, whole = Pipeline([first, second], ours.pieces | theirs.pieces).run(), layers_of().whole()
+    found, whole = Pipeline([first, second], ours.pieces | theirs.pieces, ours.alike).run(), layers_of().whole()
     assert_equal_units(found[0], whole[0])
     for piece in (ours.pieces | theirs.pieces).values():
         assert not [x for x in piece.graph.graph.nodes if x.target in (ops.on_stage.default, ops.to_stage.default)]
@@ -294,7 +294,10 @@ def test_a_leaf_of_no_stage_has_its_gradient_where_it_is_used():
     leaves = {k: cut.holders for k, (cut,) in cuts.items()}
     ours, theirs = (cut(body.region(), leaves, 2, [k]) for k, body in enumerate(bodies))
     assert ours.edges == theirs.edges and ours.homes == theirs.homes and len(ours.edges) == 2
-    found, whole = Pipeline(bodies, ours.pieces | theirs.pieces).run(), staged(params, loss_fn, batch, ROUNDS).whole()
+    found, whole = (
+        Pipeline(bodies, ours.pieces | theirs.pieces, ours.alike).run(),
+        staged(params, loss_fn, batch, ROUNDS).whole(),
+    )
     assert_equal_units(found[0], whole[0])
 
 

@@ -76,7 +76,7 @@ def test_what_is_made_of_a_leaf_for_two_stages_sends_no_gradient_if_its_derivati
     leaves = holders(region, ["b"])
     assert leaves["c"] == (0, 1)
     found, here, there = cut(region, leaves, 2, range(2)), body.fresh(), body.fresh()
-    for mine, other in zip(Pipeline([here] * 2, found.pieces).run()[0], there.whole()[0], strict=True):
+    for mine, other in zip(Pipeline([here] * 2, found.pieces, found.alike).run()[0], there.whole()[0], strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
     assert sum(e.kind == "I" for e in found.edges) == crossing
 
@@ -220,7 +220,7 @@ def test_a_loss_of_all_leaves_has_them_on_its_stage():
     assert leaves == {"a": (0, 1), "b": (0,), "c": (1,)}
     found = cut(region, leaves, 2, range(2))
     assert found.terms == {"a": (0, 1), "b": (0,), "c": (1,)}
-    for ours, theirs in zip(Pipeline([body] * 2, found.pieces).run()[0], body.whole()[0], strict=True):
+    for ours, theirs in zip(Pipeline([body] * 2, found.pieces, found.alike).run()[0], body.whole()[0], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 

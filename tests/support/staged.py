@@ -153,11 +153,13 @@ def layers_begin(names: Sequence[str], count: int, layer: str = r"\.(\d+)\.") ->
 class Pipeline:
     """Runs the pieces of all stages for several microbatches, in turns: 1F1B, or F, I and W as soon as they may.
 
-    `bodies`: for each stage what its rank has captured. `pieces`: of all stages.
+    `bodies`: for each stage what its rank has captured. `pieces`: of all stages. `alike`: see `Cut`.
     """
 
-    def __init__(self, bodies: Sequence[Staged], pieces: Mapping[tuple[int, str], Piece]) -> None:
-        self._bodies, self._pieces, self._count = bodies, pieces, len(bodies)
+    def __init__(
+        self, bodies: Sequence[Staged], pieces: Mapping[tuple[int, str], Piece], alike: Sequence[int] = ()
+    ) -> None:
+        self._bodies, self._pieces, self._count, self._alike = bodies, pieces, len(bodies), alike
         self._call = bodies[0].call
         self._values: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
         self._sent: dict[tuple[int, int, str], deque[Any]] = defaultdict(deque)
@@ -172,7 +174,7 @@ class Pipeline:
         assert not any(self._sent.values()), "sent and never received"
         sums = []
         for i in range(self._call.num_sums):
-            parts = [self.sums[i][s] for s in sorted(self.sums[i])]
+            parts = [self.sums[i][s] for s in sorted(self.sums[i])][: 1 if i in self._alike else None]
             total = parts[0]
             for x in parts[1:]:
                 total = total + x

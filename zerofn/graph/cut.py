@@ -21,13 +21,15 @@ from .stages import Crossing, Stages
 
 class Cut(NamedTuple):
     """A body in pieces. `pieces`: by stage and kind. `edges`: of all stages, in the order in which a stage sends them.
-    `homes`: for each result of the body the stages that have it, or a term of it. `terms`: for each trained parameter
-    the stages that have a term of its gradient. `buffers`: for each input that the body writes to, the stage that does.
+    `homes`: for each result of the body the stages that have it, or a term of it. `alike`: which of the results all
+    stages have. `terms`: for each trained parameter the stages that have a term of its gradient. `buffers`: for each
+    input that the body writes to, the stage that does.
     """
 
     pieces: dict[tuple[int, str], Piece]
     edges: tuple[Edge, ...]
     homes: tuple[tuple[int, ...], ...]
+    alike: tuple[int, ...]
     terms: dict[str, tuple[int, ...]]
     buffers: dict[str, int]
 
@@ -49,7 +51,8 @@ def cut(
     terms = {name: tuple(by_stage) for name, by_stage in stages.terms.items()}
     written = sorted(stages.buffers, key=region.where.__getitem__)  # ranks send them in this order
     buffers = {memory.name: stages.buffers[memory] for memory in written}
-    return Cut(pieces, tuple(edges.values()), tuple(stages.homes), terms, buffers)
+    alike = tuple(k for k, x in enumerate(region.results) if x in stages.alike)
+    return Cut(pieces, tuple(edges.values()), tuple(stages.homes), alike, terms, buffers)
 
 
 def _edge(stages: Stages, crossing: Crossing) -> Edge:

@@ -55,7 +55,7 @@ class Stages:
 
     `begins`: for each stage but the first the number (`Region.order`) with which it begins. `at`: node -> stage.
     `crossings`: in order. `terms`: parameter -> stage -> what its gradient there is the sum of. `homes`: result of the
-    body -> stages that have a term of it. `buffers`: input that the forward pass writes to -> the stage that does.
+    body -> stages that have a term of it. `alike`: results that all stages have. `buffers`: input that the forward pass writes to -> the stage that does.
 
     Raises `ValueError` where parameters are read in another order than their stages, or where memory that is written is
     of several stages.
@@ -76,6 +76,7 @@ class Stages:
         self._sink()
         self._send_gradients()
         self.terms = {name: self._terms_of(name, nodes) for name, nodes in self._addends.items()}
+        self.alike: set[Node] = set()
         self.homes = [self._home(x) if isinstance(x, Node) else () for x in region.results]
         self.buffers = {x: self._buffer(x) for x in region.causes.written if is_given(x) and self._touching(x)}
         where = region.where
@@ -273,14 +274,16 @@ class Stages:
     # results
 
     def _home(self, result: Node) -> tuple[int, ...]:
-        """Return the stages that have a term of a result of the body, or the one that has it: all, of what depends on
-        no leaf, such as zeros for a gradient. Such zeros are as many as a rank has elements of the leaf."""
+        """Return the stages that have a term of a result of the body, or the one that has it. All make for themselves
+        what depends on no leaf: a weight, or zeros for a gradient, as many as a rank has elements of the leaf.
+        """
         region = self.region
         if result in region.tail:
             seams = seams_behind(result, region)
             return tuple(sorted({s for seam in seams for s in self.terms[region.seams.gradients[seam]]}))
         needs = region.of(result)
         if not needs.values and not needs.leaves:
+            self.alike.add(result)
             return tuple(range(self._count))
         late = [self.at[x] for x in needs.values if x in region.gradients]
         able = [s for s in range(self._count) if self._fits(s, (), needs.leaves)]

@@ -211,7 +211,7 @@ class _Pipelined:
             return self._of_holders(j, self._cut.homes[k], sorted(holders), own)
         if holders:
             return self._sum(own.values()) if own else self._empty(like)
-        if len(self._cut.homes[k]) > 1:  # all have it
+        if k in self._cut.alike:
             return next(iter(own.values()))
         (home,) = self._cut.homes[k]
         return self._from(rank_of(home), own.get(home), like, f"result {j}")
