@@ -55,7 +55,8 @@ class Stages:
 
     `begins`: for each stage but the first the number (`Region.order`) with which it begins. `at`: node -> stage.
     `crossings`: in order. `terms`: parameter -> stage -> what its gradient there is the sum of. `homes`: result of the
-    body -> stages that have a term of it. `alike`: results that all stages have. `buffers`: input that the forward pass writes to -> the stage that does.
+    body -> stages that have a term of it. `alike`: results that all stages have. `buffers`: input that the forward pass
+    writes to -> the stage that does.
 
     Raises `ValueError` where parameters are read in another order than their stages, or where memory that is written is
     of several stages.
