@@ -104,6 +104,7 @@ def test_stages_may_be_named():
         (3, {"schedule": "zbv"}, "pipe=3: a v of 3 ranks with 2 stages each needs 6 parts, and the model has 4 parts"),
         (8, {}, "give pipe at most 4"),
         (2, {"schedule": "1f1"}, "schedule='1f1' is not known; did you mean '1f1b'"),
+        (2, {"microbatches": 0}, "microbatches must be at least 1, got 0"),
         (2, {"chunks": 2}, "chunks= is about one placement, and schedule='auto' chooses"),
         (2, {"schedule": "zbv", "chunks": 3}, "schedule 'zbv' has chunks=2, got 3"),
         (2, {"schedule": "1f1b", "stages": ["model.layer.1"]}, "did you mean 'model.layers.1'"),

@@ -102,6 +102,8 @@ def pipe(
     num_ranks = mesh.axis(PIPE).size
     if num_ranks == 1:
         return dict(cuts or {})
+    if microbatches is not None and microbatches < 1:
+        raise ValueError(f"pipe: microbatches must be at least 1, got {microbatches}.")
     asked = Asked(as_given(schedule, "pipe"), chunks, stages, microbatches or MICROBATCHES * num_ranks)
     _check_schedule(asked, num_ranks)
     dtypes, params, own = resolve(precision), dict(model.named_parameters()), pp_plan_of(model)
