@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerofn
+from tests.support.pipe_steps import in_two_stages
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.geometry.cuts import Pipeline, equal, on_stages
+from zerofn.geometry.cuts import equal
 from zerofn.job.agreement import agree
-from zerofn.schedules import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 RATE = 1e-2
@@ -92,9 +92,7 @@ def in_slices():
 
 
 def in_stages():
-    line = Pipeline(make("1f1b", 2, 1).placement, "1f1b")
-    sizes = {k: len(x) for k, x in build().named_parameters()}
-    cuts = {k: on_stages(line, 0, size, [int(k[0]) // 2]) for k, size in sizes.items()}
+    cuts = in_two_stages(dict(build().named_parameters()), lambda name: [int(name[0]) // 2])
     return like(3, mesh=Mesh.make(pipe=2), cuts=cuts)
 
 

@@ -15,12 +15,12 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 import zerofn
 from benchmarks.interop.deepspeed_checkpoints import CASES, STEPS, Tiny
+from tests.support.pipe_steps import in_two_stages
 from tests.support.same import assert_same_trees
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.geometry.cuts import Pipeline, equal, on_stages
+from zerofn.geometry.cuts import equal
 from zerofn.interop.deepspeed_checkpoint import _Empty
-from zerofn.schedules import make
 
 ADAMW = optim.adamw(1e-2)
 HERE = Path(__file__).parent / "deepspeed_checkpoints"
@@ -108,10 +108,8 @@ def check_slices(path, name, stage):
 
 def check_stages(path, name, stage):
     """The tied embedding lies on both stages."""
-    line = Pipeline(make("1f1b", 2, 1).placement, "1f1b")
-    sizes = {k: len(x) for k, x in Tiny().named_parameters()}
     stages = {"embed": (0, 1), "frozen": (0,), "norm": (0,), "out": (1,)}
-    cuts = {k: on_stages(line, 0, size, stages[k.partition(".")[0]]) for k, size in sizes.items()}
+    cuts = in_two_stages(dict(Tiny().named_parameters()), lambda name: stages[name.partition(".")[0]])
     check(path, name, stage, mesh=Mesh.make(pipe=2, data=2), cuts=cuts)
 
 

@@ -45,13 +45,7 @@ def pipelines(program: Program) -> list[Loop]:
     """Return the loops of a step that a pipeline runs."""
     if program.mesh is None or program.mesh.stages.size == 1:
         return []
-    leaves: dict[str, tuple[int, ...]] = {}
-    pipeline = None
-    for node in program.state.nodes:
-        for leaf in node.spec.layout.leaves if isinstance(node, ShardedInput) else ():
-            for each in leaf.cuts:
-                if isinstance(each, StageCut):
-                    pipeline, leaves[leaf.name] = each.pipeline, each.stages
+    pipeline, leaves = stages_of_leaves(program)
     if pipeline is None:
         return []
     if program.schedule is not None:
@@ -60,6 +54,18 @@ def pipelines(program: Program) -> list[Loop]:
     known = input_names(program)
     names = [{x: known.get(input_behind(value), "") for x, value in call.given.items()} for _, call in found]
     return [Loop(node, call, pipeline, leaves, each) for (node, call), each in zip(found, names, strict=True)]
+
+
+def stages_of_leaves(program: Program) -> tuple[Pipeline | None, dict[str, tuple[int, ...]]]:
+    """Return the pipeline that a step's leaves are cut for, and the stages of each; None if there is none."""
+    leaves: dict[str, tuple[int, ...]] = {}
+    pipeline = None
+    for node in program.state.nodes:
+        for leaf in node.spec.layout.leaves if isinstance(node, ShardedInput) else ():
+            for each in leaf.cuts:
+                if isinstance(each, StageCut):
+                    pipeline, leaves[leaf.name] = each.pipeline, each.stages
+    return pipeline, leaves
 
 
 def _reads_stages(body: GraphModule) -> bool:

@@ -18,6 +18,7 @@ from .alias import is_view, sources, writes
 from .causes import ACT, Causes
 from .edit import frozen
 from .liveness import AGAIN
+from .nested import results_of
 from .node_kinds import argument, start_of, traits
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import tensor_of
@@ -79,7 +80,7 @@ class Region:
         self.body, self.seams = body, seams
         self.causes = Causes(graph, seams.leaves, seams.varying)
         self.nodes = [x for x in graph.nodes if x.op == "call_function"]
-        self.results = next(iter(reversed(graph.nodes))).args[0]
+        self.results = results_of(body)
         self.tail = self._behind(seams.gradients, self.nodes)
         self.gradients = self._find_gradients()
         self.together = {node: self._with(node) for node in self.nodes}

@@ -18,7 +18,7 @@ from .liveness import complete_values
 from .nested import results_of
 from .node_kinds import argument, is_batched
 from .pieces import Piece
-from .program import tensor_of
+from .program import alike, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 SUM = "running sum"  # a meta key of an input: the caller gives its memory up
@@ -84,7 +84,7 @@ def add_in_place(graph: Graph) -> None:
 def _leaves(term: Node) -> Iterator[tuple[Node, int | None]]:
     """Yield what a term consists of: the leaves of a flat gradient, with where they begin in it, or the term itself."""
     ravel = term
-    while is_view(ravel) and len(ravel.users) == 1 and _is_same(ravel, sources(ravel)[0]):
+    while is_view(ravel) and len(ravel.users) == 1 and alike(tensor_of(ravel), tensor_of(sources(ravel)[0])):
         ravel = sources(ravel)[0]
     if ravel.target is not ops.ravel.default or is_batched(ravel) or len(ravel.users) > 1:
         yield term, None
@@ -92,11 +92,6 @@ def _leaves(term: Node) -> Iterator[tuple[Node, int | None]]:
     for x, offset in zip(argument(ravel, "leaves"), argument(ravel, "offsets"), strict=True):
         if x is not None:
             yield x, offset
-
-
-def _is_same(view: Node, of: Node) -> bool:
-    a, b = tensor_of(view), tensor_of(of)
-    return a is not None and b is not None and (a.shape, a.stride()) == (b.shape, b.stride())
 
 
 def _add(whole: Node, total: Node, x: Node, offset: int | None, after: Node) -> None:

@@ -13,7 +13,7 @@ from .._torch_compat import LazyGraphModule
 from .alias import is_view, roots, sources, writes
 from .edit import clean
 from .liveness import AGAIN
-from .nested import insert_call
+from .nested import insert_call, results_of
 from .node_kinds import start_of
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import alike, tensor_of
@@ -46,7 +46,7 @@ def split_by_phase(body: GraphModule) -> GraphModule:
     for x in body.graph.nodes:
         if x.op == "placeholder":
             outer.value(x)
-    results = next(iter(reversed(body.graph.nodes))).args[0]
+    results = results_of(body)
     returned = list(dict.fromkeys(y for x in results if isinstance(x, Node) for y in outer.needs(x)))
     saved = [x for x in second.inputs if x.op != "placeholder"]
     made = dict.fromkeys([*(x for x in returned if x in first.own), *saved])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ def functionalize(gm: GraphModule, context: Context) -> None:
     tensor another shape in place (`transpose_`) writes no memory: it becomes a view.
     """
     complete_values(gm.graph)
-    _replace_views_in_place(gm.graph)
     root = roots(gm.graph)
+    _replace_views_in_place(gm.graph, root)
     touched, changes = touches(gm.graph, root), written_memory(root)
     for memory in [n for n in gm.graph.nodes if root[n] is n and _is_aten(n)]:
         written = [n for n in touched[memory] if memory in map(root.__getitem__, writes(n))]
@@ -40,10 +40,10 @@ def functionalize(gm: GraphModule, context: Context) -> None:
     clean(gm)
 
 
-def _replace_views_in_place(graph: Graph) -> None:
+def _replace_views_in_place(graph: Graph, root: Mapping[Node, Node]) -> None:
     """Later nodes read what such an operation returns, and never its input. So the input may keep its shape, unless it
-    is the caller's tensor."""
-    root = roots(graph)
+    is the caller's tensor. Both share the same memory, so `root` stays as it is.
+    """
     for node in graph.nodes:
         if _is_aten(node) and torch.Tag.inplace_view in node.target.tags and not is_given(root[node]):
             node.target = _out_of_place(node.target, is_view=True) or node.target

@@ -12,10 +12,10 @@ from ..cost.machine import Machine
 from ..cost.op_cost import moved
 from ..cost.op_timer import measured
 from ..cost.pipelined import simulated
-from ..geometry.cuts import AUTO, Cut, StageCut, stage_cut
+from ..geometry.cuts import AUTO, Cut, stage_cut
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, is_scatter
-from ..graph.pipelines import pipelines
+from ..graph.pipelines import pipelines, stages_of_leaves
 from ..graph.program import Program, ShardedInput, tensor_of
 from ..parallel.model_parts import captured_loops, shapes_of
 from ..parallel.pipe import Asked, StageCuts, into_stages
@@ -98,9 +98,7 @@ def _crossing(program: Program) -> float:
     """Return the largest share of a stage's forward pass that a transfer to the next stage takes; 0 if its costs are
     not known.
     """
-    states = (node for node in program.state.nodes if isinstance(node, ShardedInput))
-    cuts = (stage_cut(leaf.cuts) for node in states for leaf in node.spec.layout.leaves)
-    pipeline = next((cut.pipeline for cut in cuts if isinstance(cut, StageCut)), None)
+    pipeline, _ = stages_of_leaves(program)
     if pipeline is None or pipeline.costs is None:
         return 0.0
     costs = pipeline.costs
