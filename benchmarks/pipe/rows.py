@@ -23,11 +23,15 @@ MICROBATCHES = 8  # of one row
 WORKLOADS = {"small": dataclasses.replace(SMALL, batch=4), "smoke": dataclasses.replace(SMOKE, layers=6, batch=4)}
 
 
-def zerofn_in(schedule: str, data: int = 1, stage: int = 3, reduce: str | None = None) -> Builder:
-    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`. `reduce`: as of `zerofn.accumulate`."""
+def zerofn_in(
+    schedule: str, data: int = 1, stage: int = 3, reduce: str | None = None, backend: str = "eager"
+) -> Builder:
+    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`. `reduce`: as of `zerofn.accumulate`; `backend`:
+    as of `zerofn.compile`.
+    """
 
     def build(work: Workload, rank: int, world: int) -> Row:
-        held, compiled, own = begun(work, schedule, world // data, data, stage, reduce=reduce)
+        held, compiled, own = begun(work, schedule, world // data, data, stage, reduce=reduce, backend=backend)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
             held[0], loss = compiled(held[0], own(tokens))
@@ -46,6 +50,7 @@ def begun(
     stage: int = 3,
     microbatches: int = MICROBATCHES,
     reduce: str | None = None,
+    backend: str = "eager",
 ) -> tuple[list[Any], Any, Callable[[torch.Tensor], torch.Tensor]]:
     """([first state], compiled step, what gives a rank its rows of all ranks' tokens)."""
     import zerofn
@@ -70,7 +75,7 @@ def begun(
     cuts = zerofn.parallel.pipe(model, mesh, loss_fn, one, schedule=schedule, microbatches=microbatches)
     torch.manual_seed(SEED)
     held = [zerofn.shard(init_state, stage=stage, mesh=mesh, cuts=cuts)]
-    compiled = zerofn.compile(train_step)
+    compiled = zerofn.compile(train_step, backend=backend)
     return held, compiled, lambda tokens: tokens.chunk(mesh.rows.size)[mesh.rows.rank]
 
 
@@ -102,9 +107,10 @@ def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def torch_in(schedule: str, chunks: int = 1, data: int = 1) -> Builder:
+def torch_in(schedule: str, chunks: int = 1, data: int = 1, compiled: bool = False) -> Builder:
     """`PipelineStage`s of equally many layers, and `fully_shard` along the other axis if it has several ranks. Units
-    stay gathered while microbatches pass, as torchtitan has it: else each would gather them twice.
+    stay gathered while microbatches pass, as torchtitan has it: else each would gather them twice. `compiled`: layer by
+    layer, before they are wrapped, as torchtitan does.
     """
 
     def build(work: Workload, rank: int, world: int) -> Row:
@@ -119,6 +125,8 @@ def torch_in(schedule: str, chunks: int = 1, data: int = 1) -> Builder:
         model, parts = work.build(), torch.nn.ModuleList()
         for stage in mine:
             part = Part(work, model, stage * work.layers // num, (stage + 1) * work.layers // num)
+            for layer in part.layers if compiled else ():
+                layer.compile()
             if data > 1:
                 for layer in part.layers:
                     fully_shard(layer, mesh=mesh["data"], reshard_after_forward=False)
@@ -176,23 +184,27 @@ def deepspeed_pipeline(work: Workload, rank: int, world: int) -> Row:
     return Row(step, lambda: state_of(engine.module, engine.optimizer))
 
 
-TORCH = {
-    "1F1B": ("Schedule1F1B", 1),
-    "interleaved": ("ScheduleInterleaved1F1B", 2),
-    "ZBV": ("ScheduleZBVZeroBubble", 2),
+TORCH: dict[str, dict[str, Any]] = {
+    "1F1B": {"schedule": "Schedule1F1B"},
+    "interleaved": {"schedule": "ScheduleInterleaved1F1B", "chunks": 2},
+    "ZBV": {"schedule": "ScheduleZBVZeroBubble", "chunks": 2},
 }
+# Once more with compiled layers, of which zero-bubble schedules cannot take the backward pass apart.
+TORCH |= {f"{name}, compiled": TORCH[name] | {"compiled": True} for name in ("1F1B", "ZBV")}
 # ranks -> system -> builder
 PEERS: dict[int, dict[str, Builder]] = {
-    2: {f"torch, {name}": torch_in(*what) for name, what in TORCH.items()} | {"DeepSpeed, 1F1B": deepspeed_pipeline},
-    4: {f"torch, {name} x FSDP2": torch_in(*what, data=2) for name, what in TORCH.items()},
+    2: {f"torch, {name}": torch_in(**what) for name, what in TORCH.items()} | {"DeepSpeed, 1F1B": deepspeed_pipeline},
+    4: {f"torch, {name} x FSDP2": torch_in(**what, data=2) for name, what in TORCH.items()},
 }
 ZEROFN: dict[int, dict[str, Builder]] = {
-    2: {f"ZeroFn, {name}": zerofn_in(name) for name in ("1f1b", "interleaved", "zbv", "auto")},
+    2: {f"ZeroFn, {name}": zerofn_in(name) for name in ("1f1b", "interleaved", "zbv", "auto")}
+    | {"ZeroFn, auto, compiled": zerofn_in("auto", backend="inductor")},
     4: {
         "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
         "ZeroFn, 1f1b x stage 3, reduced once": zerofn_in("1f1b", 2, reduce="step"),
         "ZeroFn, 1f1b x stage 1": zerofn_in("1f1b", 2, 1),
         "ZeroFn, auto x stage 1": zerofn_in("auto", 2, 1),
+        "ZeroFn, auto x stage 1, compiled": zerofn_in("auto", 2, 1, backend="inductor"),
     },
 }
 

@@ -51,7 +51,7 @@ def test_they_are_in_the_memory_of_the_sums_and_no_flat_gradient_is_made():
     more = adding(piece(), [0, 1])
     before = max(x.nbytes for x in moments(more, {}))
     add_in_place(more.graph)
-    more.graph.eliminate_dead_code()
+    assert not any(x.target is ops.ravel.default for x in more.graph.nodes)
     inputs = [x for x in more.graph.nodes if x.op == "placeholder"]
     assert results_of(more) == inputs[2:]
     leaf = 64 * 64 * 4

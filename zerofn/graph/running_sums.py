@@ -69,7 +69,8 @@ def add_in_place(graph: Graph) -> None:
         node, *others = total.users
         if others or node.target is not aten.add.Tensor or node.args[0] is not total:
             continue
-        leaves = list(_leaves(node.args[1]))
+        term = node.args[1]
+        leaves = list(_leaves(term))
         made = [max(x, writers.get(memory_of(x), x), key=where.__getitem__) for x, _ in leaves]
         if any(where[x] > where[node] for x in made):
             continue
@@ -77,6 +78,11 @@ def add_in_place(graph: Graph) -> None:
             _add(node, total, x, offset, after)
         node.replace_all_uses_with(total)
         graph.erase_node(node)
+        while is_view(term) and not term.users:
+            view, term = term, sources(term)[0]
+            graph.erase_node(view)
+        if term.target is ops.ravel.default and not term.users:  # else a bucket would be made and filled for it
+            graph.erase_node(term)
     if sums:
         complete_values(graph)
 
