@@ -27,6 +27,7 @@ from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.statistic import ratio
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.mesh.rows import PEERS, ZEROFN
+from benchmarks.step.worker import NUM_WARMUP_STEPS
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -47,14 +48,19 @@ class Runs:
         self.broken: dict[str, str] = {}
         self._losses: dict[int, list[float]] = {}
 
-    def ranks(self, row: str, world: int, steps: int, workload: str, preload: Path | None = None) -> list[dict]:
-        """One run: what each rank measured."""
+    def commands(self, worker: str, row: str, world: int, steps: int, workload: str = "") -> list[list[str]]:
+        """What starts the ranks of a row; of the workload that is measured, what it imports is imported first."""
         python = self.options.peers_python if row.startswith("DeepSpeed") else self.options.zerofn_python
-        command = [*program(python, self.worker), row, "--world", str(world), "--steps", str(steps)]
-        command += ["--workload", workload, "--port", str(processes.free_port())]
-        command += ["--preload", str(preload)] if preload else []
+        command = [*program(python, worker), row, "--world", str(world), "--steps", str(steps)]
+        command += ["--workload", workload or self.options.workload, "--port", str(processes.free_port())]
         alone = row == "reference"
-        return processes.run(row, [[*command, "--rank", str(k)] for k in range(1 if alone else world)])
+        if not workload and not alone:
+            command += ["--preload", str(self._imports(row, world))]
+        return [[*command, "--rank", str(k)] for k in range(1 if alone else world)]
+
+    def ranks(self, row: str, world: int, steps: int, workload: str = "") -> list[dict]:
+        """One run: what each rank measured."""
+        return processes.run(row, self.commands(self.worker, row, world, steps, workload))
 
     def try_out(self, row: str, world: int, console: Console) -> None:
         """Start a row once on a small model, and note what it imports on the way, or why it does not run."""
@@ -75,23 +81,27 @@ class Runs:
 
     def measured(self, row: str, world: int) -> dict[str, float]:
         """One round of a row. Raises `BenchmarkError` if it trains another model than the reference."""
-        steps, workload = self.options.steps, self.options.workload
-        if world not in self._losses:
-            self._losses[world] = self.ranks("reference", world, steps, workload)[0]["losses"]
-        ranks = self.ranks(row, world, steps, workload, self._imports(row, world))
-        for step, losses in enumerate(zip(*(r["losses"] for r in ranks), strict=True)):
-            there = [x for x in losses if not math.isnan(x)]  # in a pipeline of some systems one rank has it
-            came, expected = statistics.fmean(there), self._losses[world][step]
-            if not abs(came - expected) <= LOSS_TOLERANCE * abs(expected):
-                raise BenchmarkError(
-                    f"{row}: the loss of step {step} is {came:.6f}, and plain torch has {expected:.6f}."
-                )
+        ranks = self.ranks(row, world, self.options.steps)
+        self.check_losses(row, world, [r["losses"] for r in ranks])
         return {
             "ms": max(r["ms"] for r in ranks),
             "beyond": max(r["peak"] - r["imports"] for r in ranks),
             "state": max(r["state"] for r in ranks),
             "wire": ranks[0]["wire"] / len(ranks),
         }
+
+    def check_losses(self, row: str, world: int, ranks: list[list[float]]) -> None:
+        """Raise `BenchmarkError` if a row trains another model than the reference. `ranks`: the losses of each."""
+        steps = len(ranks[0])
+        if len(self._losses.get(world, ())) < steps:
+            self._losses[world] = self.ranks("reference", world, max(1, steps - NUM_WARMUP_STEPS))[0]["losses"]
+        for step, losses in enumerate(zip(*ranks, strict=True)):
+            there = [x for x in losses if not math.isnan(x)]  # in a pipeline of some systems one rank has it
+            came, expected = statistics.fmean(there), self._losses[world][step]
+            if not abs(came - expected) <= LOSS_TOLERANCE * abs(expected):
+                raise BenchmarkError(
+                    f"{row}: the loss of step {step} is {came:.6f}, and plain torch has {expected:.6f}."
+                )
 
 
 def cells(options: argparse.Namespace) -> list[tuple[int, str]]:

@@ -1,18 +1,21 @@
 """python -m benchmarks.pipe.pipe   (make bench): a step in a pipeline, in ZeroFn and in the systems that have them.
 
 The same Llama, tokens, AdamW and 8 microbatches everywhere: on 2 ranks, and as 2 x 2 ranks whose parameters are cut
-along the second axis, two to a core. Each round starts every system once, as fresh processes of one thread, in an order
-that rotates. A peer that does not run here is a row with its error. Writes JSON beside the tables; a number of ranks
-that is not run (`--worlds`) stays there as an earlier run has measured it.
+along the second axis, two to a core. All systems' processes, of one thread each, are there at once, and train one step
+each in turns, in an order that rotates: what slows the machine down for a while slows all of them. A peer that does not
+run here is a row with its error. Writes JSON beside the tables; a number of ranks that is not run (`--worlds`) stays
+there as an earlier run has measured it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,8 @@ from benchmarks.common import report
 from benchmarks.common.check import Check
 from benchmarks.common.processes import HERE, BenchmarkError
 from benchmarks.common.statistic import ratio
-from benchmarks.mesh.mesh import Found, Runs, rounds, table
+from benchmarks.common.turns import Ranks
+from benchmarks.mesh.mesh import Found, Runs, table
 from benchmarks.pipe.rows import PEERS, WORKLOADS, ZEROFN
 
 # (ranks, how the names of peers begin): milliseconds of ZeroFn's fastest row over their fastest's, at most
@@ -35,12 +39,37 @@ class PipeRuns(Runs):
 
     worker = "benchmarks.pipe.worker"
 
+    def staying(self, row: str, world: int) -> Ranks:
+        """The ranks of a row, which train when they are asked to."""
+        return Ranks(row, self.commands("benchmarks.pipe.staying", row, world, self.options.rounds))
 
-def selected(world: int, only: str | None) -> list[str]:
-    """The rows of a cell that `only` names by part of their names, comma between; all without it."""
+
+def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> dict[str, list[dict[str, float]]]:
+    """The rows of a cell that run here, round by round: each trains a step in every round."""
+    rows = [x for x in rows if x not in runs.broken]
+    cell: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
+    with contextlib.ExitStack() as stack:
+        there = {}
+        for row in rows:  # one after the other: setting up takes more memory than staying
+            there[row] = stack.enter_context(runs.staying(row, world))
+            runs.check_losses(row, world, [rank["losses"] for rank in there[row].ask("begin")])
+        for number in range(runs.options.rounds):
+            shift = number % len(rows)
+            for row in rows[shift:] + rows[:shift]:
+                ranks = there[row].ask("step")
+                cell[row].append({"ms": max(r["ms"] for r in ranks), "wire": ranks[0]["wire"] / len(ranks)})
+                console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
+        for row in rows:
+            ranks = there[row].ask("end")
+            for one in cell[row]:
+                one |= {what: max(r[what] for r in ranks) for what in ("beyond", "state")}
+    return cell
+
+
+def selected(world: int, only: Sequence[str]) -> list[str]:
+    """The rows of a cell that `only` names by part of their names; all without it."""
     rows = [*PEERS[world], *ZEROFN[world]]
-    wanted = [part.strip().lower() for part in (only or "").split(",")]
-    return [row for row in rows if any(part in row.lower() for part in wanted)]
+    return [row for row in rows if any(part.lower() in row.lower() for part in only or [""])]
 
 
 def checks(found: Found) -> list[Check]:
@@ -75,10 +104,9 @@ def _median(rows: dict[str, list[dict[str, float]]], row: str, what: str) -> flo
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rounds", type=int, default=5)
-    add("--steps", type=int, default=3, help="timed steps of a run, after two")
+    add("--rounds", type=int, default=9, help="timed steps of each row, after two")
     add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
-    add("--only", help="rows by part of their names, comma between")
+    add("--only", nargs="+", default=[], help="rows by part of their names")
     add("--workload", choices=WORKLOADS, default="small")
     add("--out", type=Path, default=HERE / "results" / "pipe.json")
     add("--zerofn-python", default=sys.executable)
@@ -97,7 +125,7 @@ def main() -> int:
                 rows = selected(world, options.only)
                 for row in rows:
                     runs.try_out(row, world, console)
-                found = rounds(runs, rows, world, console)
+                found = in_turns(runs, rows, world, console)
                 broken = {row: runs.broken[row] for row in rows if row in runs.broken}
                 cells[CELLS[world]] = {"surroundings": report.surroundings(), "rows": found, "broken": broken}
         except BenchmarkError as error:

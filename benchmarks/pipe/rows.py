@@ -24,8 +24,8 @@ WORKLOADS = {"small": dataclasses.replace(SMALL, batch=4), "smoke": dataclasses.
 
 
 def zerofn_in(schedule: str, data: int = 1, stage: int = 3, reduce: str | None = None, **compiles: Any) -> Builder:
-    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`. `reduce`: as of `zerofn.accumulate`. `compiles`:
-    as of `zerofn.compile`.
+    """As a user writes it: stages are chosen by `zerofn.parallel.pipe`. `reduce`: as of `zerofn.accumulate`.
+    `compiles`: as of `zerofn.compile`.
     """
 
     def build(work: Workload, rank: int, world: int) -> Row:

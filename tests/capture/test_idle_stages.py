@@ -13,16 +13,21 @@ from zerofn.capture.idle_stages import warn_of_idle_stages
 from zerofn.comm.mesh import Mesh
 
 
-@pytest.mark.parametrize(("num_microbatches", "rank", "said"), [(1, 0, True), (1, 1, False), (2, 0, False)])
-def test_one_microbatch(caplog, num_microbatches, rank, said):
+@pytest.mark.parametrize(
+    ("numbers", "rank", "said"), [((1,), 0, True), ((1,), 1, False), ((2,), 0, False), ((2, 1), 0, False)]
+)
+def test_one_microbatch(caplog, numbers, rank, said):
+    """`numbers`: the microbatches of each update; a single one behind others is what is left of the rows."""
     with fake_ranks(2, rank):
         mesh, given = Mesh.make(pipe=2), params()
         state = zerofn.TrainState.create(params=given, tx=optim.sgd(0.1))
         state = zerofn.shard(state, mesh=mesh, cuts=stages_of(given, mesh, "1f1b"))
 
         def train_step(state, batch):
-            loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), num_microbatches)(batch)
-            return state.apply_gradients(grads), loss
+            for number in numbers:
+                loss, grads = zerofn.accumulate(state.value_and_grad(loss_fn), number)(batch)
+                state = state.apply_gradients(grads)
+            return state, loss
 
         with caplog.at_level(logging.WARNING, "zerofn"):
             warn_of_idle_stages(capture(train_step, state, batches(1)[0]), "train_step")

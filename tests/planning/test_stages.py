@@ -158,7 +158,8 @@ def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
     mesh = Mesh.planned({"pipe": 2, "tensor": 2})
     assert _usual_cuts(mesh).endswith("pipe(model, mesh, loss_fn, batch, cuts=zerofn.parallel.tensor(model, mesh))")
     (row,) = zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 2}, **{**OPTIONS, "precision": "bf16"})
-    assert "parallel.pipe(model, mesh, loss_fn, batch, precision='bf16', machine=machine)" in row.config.call()
+    given = f"precision='bf16', microbatches={MICROBATCHES}, machine=machine"
+    assert f"parallel.pipe(model, mesh, loss_fn, batch, {given})" in row.config.call()
 
 
 def test_a_model_of_fewer_parts_than_stages_is_refused():

@@ -16,9 +16,12 @@ def warn_of_idle_stages(program: Program, name: str) -> None:
 
     It is simulated, with the costs that go with the cuts, else with stages that take equally long.
     """
-    for loop in pipelines(program):
+    loops = pipelines(program)
+    if any(loop.call.rounds > 1 for loop in loops):
+        return  # a single one is what is left of the rows
+    for loop in loops:
         used = {stage for stages in loop.leaves.values() for stage in stages}
-        if loop.call.rounds > 1 or len(used) < 2 or program.mesh is None or program.mesh.stages.rank:
+        if len(used) < 2 or program.mesh is None or program.mesh.stages.rank:
             continue
         placement = loop.pipeline.placement
         costs = loop.pipeline.costs or Costs.even(placement.num_stages)

@@ -192,7 +192,8 @@ class Pipelined(NamedTuple):
         return sum(len(rank.stages) for rank in self.ranks)
 
     def __str__(self) -> str:
-        return f"{self.schedule}, {self.num_stages} stages, {self.microbatches} microbatches, {self.idle:.0%} idle"
+        number = f"{self.microbatches} microbatch{'es' * (self.microbatches != 1)}"
+        return f"{self.schedule}, {self.num_stages} stages, {number}, {self.idle:.0%} idle"
 
     def details(self) -> list[str]:
         """Return a line for each rank, and one for when gradients may be reduced."""

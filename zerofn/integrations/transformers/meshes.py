@@ -60,15 +60,19 @@ class TrainerOnMesh(transformers.Trainer):
         return {} if self.mesh is None else {"mesh": self.mesh, "cuts": self._cuts or None}
 
     def cut(self, model: nn.Module) -> nn.Module:
-        """Let a model compute with a rank's slices, experts and layers, in steps alone. Raises what
+        """Let a model compute with a rank's slices, experts and layers. With slices and experts, it does so in steps
+        alone; layers of other ranks are gathered where it is called outside of them. Raises what
         `zerofn.parallel.tensor`, `zerofn.moe.experts` and `zerofn.parallel.pipe` raise.
         """
         if self.mesh is None:
             return model
+        have_experts = any(axis.kind.experts for axis in self.mesh.slices)
         if self.mesh.partial:
             self._cuts |= zerofn.parallel.tensor(model, self.mesh)
-        if any(axis.kind.experts for axis in self.mesh.slices):
+        if have_experts:
             self._cuts |= zerofn.moe.experts(model, self.mesh)
+        if self.mesh.partial or have_experts:
+            model.register_forward_pre_hook(self._refuse_whole)
         if self.mesh.stages.size > 1:
             with self.step_on_mesh(), calls_as_autocast(model, torch.device("cpu"), self.args.computes_in):
                 self._cuts = zerofn.parallel.pipe(
@@ -79,8 +83,6 @@ class TrainerOnMesh(transformers.Trainer):
                     cuts=self._cuts,
                     precision=self.args.shard_options["precision"],
                 )
-        if self._cuts:
-            model.register_forward_pre_hook(self._refuse_whole)
         return model
 
     def _refuse_whole(self, model: nn.Module, args: Any) -> None:
