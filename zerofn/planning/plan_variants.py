@@ -224,9 +224,7 @@ class RowPlanner:
                 yield config._replace(machine=self._written, cuts=cuts, again=self._step.again)
 
     def _cuts_in_words(self, config: Config, microbatches: int = 1) -> str:
-        """Return the code that makes the cuts of a configuration; empty without cuts. `microbatches`: for how many a
-        schedule was chosen; 1 where that is not known.
-        """
+        """Return the code that makes the cuts; empty without. `microbatches`: of the schedule; 1 if not yet known."""
         if not self._step.cuts and self._mesh.stages.size == 1:
             return ""
         given = {} if config.precision is None else {"precision": as_code(config.precision)}
@@ -319,9 +317,8 @@ class RowPlanner:
         of_stages = [max(each, key=_need).plan for each in by_stage.values()]
         plans = [plan for plan in of_stages if plan is not None]
         whole = pipelined(found[0].schedule, plans, self._machine)
-        # The code that makes these stages again says for how many microbatches their schedule was chosen.
-        config = worst.config._replace(cuts=self._cuts_in_words(worst.config, worst.microbatches))
-        return replace(worst, config=config, pipelined=whole)
+        cuts = self._cuts_in_words(worst.config, worst.microbatches)
+        return replace(worst, config=worst.config._replace(cuts=cuts), pipelined=whole)
 
     def _prepared(self, config: Config, mesh: Mesh) -> _Prepared | Row:
         """Return the captured step, before any decision about memory; a row if the state alone is too large."""
