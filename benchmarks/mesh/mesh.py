@@ -92,9 +92,9 @@ class Runs:
 
     def check_losses(self, row: str, world: int, ranks: list[list[float]]) -> None:
         """Raise `BenchmarkError` if a row trains another model than the reference. `ranks`: the losses of each."""
-        steps = len(ranks[0])
-        if len(self._losses.get(world, ())) < steps:
-            self._losses[world] = self.ranks("reference", world, max(1, steps - NUM_WARMUP_STEPS))[0]["losses"]
+        if world not in self._losses:
+            steps = len(ranks[0]) - NUM_WARMUP_STEPS
+            self._losses[world] = self.ranks("reference", world, steps)[0]["losses"]
         for step, losses in enumerate(zip(*ranks, strict=True)):
             there = [x for x in losses if not math.isnan(x)]  # in a pipeline of some systems one rank has it
             came, expected = statistics.fmean(there), self._losses[world][step]

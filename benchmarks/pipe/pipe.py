@@ -52,7 +52,7 @@ def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> d
         there = {}
         for row in rows:  # one after the other: setting up takes more memory than staying
             there[row] = stack.enter_context(runs.staying(row, world))
-            runs.check_losses(row, world, [rank["losses"] for rank in there[row].ask("begin")])
+            there[row].ask("begin")
         for number in range(runs.options.rounds):
             shift = number % len(rows)
             for row in rows[shift:] + rows[:shift]:
@@ -61,6 +61,7 @@ def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> d
                 console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
         for row in rows:
             ranks = there[row].ask("end")
+            runs.check_losses(row, world, [r["losses"] for r in ranks])
             for one in cell[row]:
                 one |= {what: max(r[what] for r in ranks) for what in ("beyond", "state")}
     return cell

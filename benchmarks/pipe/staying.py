@@ -33,15 +33,20 @@ def answers(options: argparse.Namespace) -> Iterator[Answer]:
     tokens = iter([torch.cat(each) for each in zip(*parts, strict=True)])
     imports = measure.memory_bytes("VmRSS")
     row = builders()[options.row](work, options.rank, options.world)
-    yield {"losses": [float(row.step(next(tokens))) for _ in range(NUM_WARMUP_STEPS)]}
+    losses = [row.step(next(tokens)) for _ in range(NUM_WARMUP_STEPS)]
+    yield {}
     for part in tokens:
         dist.barrier()
         sent, start = measure.loopback_bytes(), time.perf_counter()
-        loss = row.step(part)
+        losses.append(row.step(part))
         dist.barrier()
         elapsed, sent = time.perf_counter() - start, measure.loopback_bytes() - sent
-        yield {"ms": 1e3 * elapsed, "wire": sent, "loss": float(loss)}
-    yield {"beyond": measure.memory_bytes("VmHWM") - imports, "state": measure.storage_bytes(row.state())}
+        yield {"ms": 1e3 * elapsed, "wire": sent}
+    yield {
+        "beyond": measure.memory_bytes("VmHWM") - imports,
+        "state": measure.storage_bytes(row.state()),
+        "losses": [float(loss) for loss in losses],
+    }
 
 
 def run(options: argparse.Namespace) -> Answer:
