@@ -41,7 +41,7 @@ class PipeRuns(Runs):
 
     def staying(self, row: str, world: int) -> Ranks:
         """The ranks of a row, which train when they are asked to."""
-        return Ranks(row, self.commands("benchmarks.pipe.staying", row, world, self.options.rounds))
+        return Ranks(row, self.commands("benchmarks.pipe.staying", row, world, 1 + self.options.rounds))
 
 
 def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> dict[str, list[dict[str, float]]]:
@@ -53,12 +53,14 @@ def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> d
         for row in rows:  # one after the other: setting up takes more memory than staying
             there[row] = stack.enter_context(runs.staying(row, world))
             there[row].ask("begin")
-        for number in range(runs.options.rounds):
+        for number in range(1 + runs.options.rounds):
             shift = number % len(rows)
             for row in rows[shift:] + rows[:shift]:
                 ranks = there[row].ask("step")
+                if number == 0:  # all are there only now
+                    continue
                 cell[row].append({"ms": max(r["ms"] for r in ranks), "wire": ranks[0]["wire"] / len(ranks)})
-                console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
+                console.print(f"round {number}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
         for row in rows:
             ranks = there[row].ask("end")
             runs.check_losses(row, world, [r["losses"] for r in ranks])
@@ -105,7 +107,7 @@ def _median(rows: dict[str, list[dict[str, float]]], row: str, what: str) -> flo
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--rounds", type=int, default=9, help="timed steps of each row, after two")
+    add("--rounds", type=int, default=9, help="timed steps of each row, after three")
     add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     add("--only", nargs="+", default=[], help="rows by part of their names")
     add("--workload", choices=WORKLOADS, default="small")

@@ -198,7 +198,7 @@ PEERS: dict[int, dict[str, Builder]] = {
 }
 ZEROFN: dict[int, dict[str, Builder]] = {
     2: {f"ZeroFn, {name}": zerofn_in(name) for name in ("1f1b", "interleaved", "zbv", "auto")}
-    | {"ZeroFn, auto, compiled": zerofn_in("auto", backend="inductor")},
+    | {f"ZeroFn, {name}, compiled": zerofn_in(name, backend="inductor") for name in ("1f1b", "auto")},
     4: {
         "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
         "ZeroFn, 1f1b x stage 3, units kept": zerofn_in("1f1b", 2, **KEPT),
