@@ -203,6 +203,7 @@ ZEROFN: dict[int, dict[str, Builder]] = {
         "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
         "ZeroFn, 1f1b x stage 3, units kept": zerofn_in("1f1b", 2, **KEPT),
         "ZeroFn, auto x stage 3, units kept": zerofn_in("auto", 2, **KEPT),
+        "ZeroFn, auto x stage 3, units kept, compiled": zerofn_in("auto", 2, **KEPT, backend="inductor"),
         "ZeroFn, auto x stage 1": zerofn_in("auto", 2, 1),
     },
 }

@@ -147,7 +147,7 @@ def waits_first(program):
 
 
 DIFFER = {  # what rank 1 has, and what all ranks hear
-    "microbatches": ({"n": 2}, "ranks differ(?s:.)*accumulate"),
+    "microbatches": ({"n": 2}, r"ranks differ(?s:.)*rank 0: microbatches: 4"),
     "messages": (
         {"options": {"passes": after("cut_stages", Pass(another_edge))}},
         r"stages of the pipeline differ. Rank 0 sends 4 messages to rank 1, which receives 4; the first that differs "

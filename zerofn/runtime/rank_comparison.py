@@ -25,6 +25,7 @@ from ..comm.channels import channel_of
 from ..comm.mesh import Axis, Mesh
 from ..graph.fingerprint import between_slices, between_stages, fingerprint
 from ..graph.messages import message_ends
+from ..graph.nested import calls
 from ..graph.program import Program
 from ..graph.same_graph import without_addresses
 from ..guards.torch_settings import settings_of_all
@@ -48,14 +49,20 @@ def agreed_inputs(program: Program, options: Options) -> str:
     """Return what must be the same on all ranks of a step that is not scheduled yet."""
     inputs = _inputs(program, shards=not _slices(program))
     known: dict[str, Any] = {**inputs, **_optimizers(program), **options.agreed(), **settings_of_all()}
+    if _has_stages(program):
+        known["microbatches"] = ", ".join(str(call.rounds) for _, call in calls(program.gm))
     return "\n".join(f"{k}: {v}" for k, v in known.items())
 
 
 def agreed_text(program: Program, inputs: str) -> str:
     """Return what must be the same on all ranks of a scheduled step. `inputs`: see `agreed_inputs`."""
-    if program.mesh is not None and program.mesh.stages.size > 1:
+    if _has_stages(program):
         return "\n".join([inputs, between_stages(program)])
     return "\n".join([inputs, between_slices(program) if _slices(program) else fingerprint(program)])
+
+
+def _has_stages(program: Program) -> bool:
+    return program.mesh is not None and program.mesh.stages.size > 1
 
 
 def refuse_differences(what: str, step: NumberedStep, mesh: Mesh | None, again: Callable[[], NumberedStep]) -> bool:
