@@ -1,19 +1,15 @@
 """The CPU kernels of `ops/csrc`: update rules on fp32 or split masters with fp32, bf16 or 8-bit moments, in one pass.
 
 All tensors are contiguous and on the CPU. Results do not depend on the number of threads, nor on the instruction set,
-nor on whether the library is there: without it `reference` does the same with torch's operations, more slowly.
-`ZEROFN_NATIVE=0` leaves the library alone; `ZEROFN_ISA=avx512|avx2|plain` chooses among its instruction sets.
+nor on whether the library (`native`) is there: without it `reference` does the same with torch's operations, more
+slowly.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import ctypes
 import functools
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,10 +28,12 @@ from .kernel_args import (
     pair,
     rates_of,
 )
+from .native import elementwise, in_parallel, in_parts, kernel
+from .native import isa as isa
+from .native import isas as isas
+from .native import missing as missing
 
-_VERSION = 3  # ZF_VERSION of the C interface
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
-_PART = 1 << 16  # elements; a thread is not woken for fewer
 
 
 _NAMES = ("rate", "shrink", "l2", "b1", "c1", "b2", "c2", "root", "eps", "quick", "near")
@@ -67,79 +65,6 @@ class _Update(ctypes.Structure):
         ("num_runs", ctypes.c_int64),
         ("runs", ctypes.POINTER(_Run)),
     ]
-
-
-_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-_FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
-    "update": ([ctypes.POINTER(_Update), _N, _N], None),
-    "split": ([_P, _P, _P, _N], None),
-    "join": ([_P, _P, _P, _N], None),
-    "encode": ([_P, _P, _P, _N, _I], None),
-    "decode": ([_P, _P, _P, _N, _I], None),
-    "sum_bf16": ([ctypes.POINTER(_P), _N, _P, _N, _N], None),
-    "norm2_and_extreme": ([_P, _I, _N, _P], None),
-    "checksum": ([_P, _N], ctypes.c_uint64),
-}
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | str:
-    """The loaded library, or a sentence why there is none."""
-    from . import __path__ as folders  # two where the package is installed editable: the sources, and what was built
-
-    if os.environ.get("ZEROFN_NATIVE") == "0":
-        return "The CPU kernels are not used: ZEROFN_NATIVE is 0."
-    found = [path for folder in folders if (path := Path(folder) / "libzerofn.so").exists()]
-    reason = "it was not built; `pip install .` builds it"
-    for path in found:
-        try:
-            library = ctypes.CDLL(str(path))
-        except OSError as error:
-            reason = f"it does not load: {error}"
-            continue
-        library.zf_isas.restype = ctypes.c_char_p
-        if library.zf_version() == _VERSION:
-            return library
-        reason = f"{path} is of version {library.zf_version()} and not {_VERSION}; `pip install .` builds it anew"
-    return f"The CPU kernels' library libzerofn.so is not used: {reason}."
-
-
-@functools.cache
-def _functions(isa: str) -> dict[str, Callable[..., Any]]:
-    library, functions = _library(), {}
-    for name, (arguments, result) in _FUNCTIONS.items():
-        functions[name] = function = getattr(library, f"zf_{name}_{isa}")
-        function.argtypes, function.restype = arguments, result
-    return functions
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    return _functions(isa())[name]
-
-
-def missing() -> str | None:
-    """Why the library is not used, as a sentence; None where it is."""
-    library = _library()
-    return library if isinstance(library, str) else None
-
-
-def isas() -> list[str]:
-    """The library's instruction sets that this machine has, best first; none without the library."""
-    library = _library()
-    return [] if isinstance(library, str) else library.zf_isas().decode().split()
-
-
-def isa() -> str:
-    """The instruction set used: `avx512`, `avx2` or `plain`; `torch` without the library.
-
-    Raises `ValueError` where `ZEROFN_ISA` names one that the machine does not have.
-    """
-    if missing():
-        return "torch"
-    wanted = os.environ.get("ZEROFN_ISA")
-    if wanted and wanted not in isas():
-        raise ValueError(f"ZEROFN_ISA is {wanted!r}, and this machine has {', '.join(isas())}; name one of them.")
-    return wanted or isas()[0]
 
 
 def can_update(rule: str, p: Sequence[Tensor], g: Tensor, moments: Sequence[Sequence[Tensor]]) -> bool:
@@ -202,10 +127,10 @@ def update_(
     a = _tensors_of(rule, p, g, moments, factors)
     a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
     if runs:
-        update = _kernel("update")
+        update = kernel("update")
         first = starts[0] // BLOCK * BLOCK
         size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
-        _in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
+        in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
 
 
 def _runs_of(
@@ -255,13 +180,13 @@ def norm2_and_extreme(parts: Sequence[Tensor]) -> list[tuple[float, float]]:
         check_tensor("norm2_and_extreme: a part", x, GRADIENTS)
     if missing():
         return [reference.norm2_and_extreme(x) for x in parts]
-    function = _kernel("norm2_and_extreme")
+    function = kernel("norm2_and_extreme")
     results = (ctypes.c_float * 2 * len(parts))()
 
     def one(i: int) -> None:
         function(parts[i].data_ptr(), _NUMBERS[parts[i].dtype], parts[i].numel(), ctypes.addressof(results[i]))
 
-    _in_parallel([functools.partial(one, i) for i in range(len(parts))], sum(x.numel() for x in parts))
+    in_parallel([functools.partial(one, i) for i in range(len(parts))], sum(x.numel() for x in parts))
     return [(norm, extreme) for norm, extreme in results]
 
 
@@ -274,7 +199,7 @@ def split(p: Tensor, out: Sequence[Tensor] | None = None) -> tuple[Tensor, Tenso
     if missing():
         reference.split(p, (hi, lo))
     else:
-        _elementwise("split", p.numel(), (p, 4), (hi, 2), (lo, 2))
+        elementwise("split", p.numel(), (p, 4), (hi, 2), (lo, 2))
     return hi, lo
 
 
@@ -287,7 +212,7 @@ def join(hi: Tensor, lo: Tensor, out: Tensor | None = None) -> Tensor:
     if missing():
         reference.join(hi, lo, p)
     else:
-        _elementwise("join", p.numel(), (hi, 2), (lo, 2), (p, 4))
+        elementwise("join", p.numel(), (hi, 2), (lo, 2), (p, 4))
     return p
 
 
@@ -303,7 +228,7 @@ def encode(x: Tensor, signed: bool, out: Sequence[Tensor] | None = None) -> tupl
     if missing():
         reference.encode(x, signed, (codes, scales))
     else:
-        _elementwise("encode", x.numel(), (x, 4), (codes, 1), (scales, 4 / BLOCK), last=int(signed))
+        elementwise("encode", x.numel(), (x, 4), (codes, 1), (scales, 4 / BLOCK), last=int(signed))
     return codes, scales
 
 
@@ -316,7 +241,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = Non
     if missing():
         reference.decode(codes, scales, signed, x)
     else:
-        _elementwise("decode", x.numel(), (codes, 1), (scales, 4 / BLOCK), (x, 4), last=int(signed))
+        elementwise("decode", x.numel(), (codes, 1), (scales, 4 / BLOCK), (x, 4), last=int(signed))
     return x
 
 
@@ -330,8 +255,8 @@ def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
     if missing():
         reference.sum_bf16(rows, out)
         return
-    function, addresses = _kernel("sum_bf16"), (_P * len(rows))(*[x.data_ptr() for x in rows])
-    _in_parts(out.numel(), lambda at, end: function(addresses, len(rows), out.data_ptr(), at, min(end, out.numel())))
+    function, addresses = kernel("sum_bf16"), (ctypes.c_void_p * len(rows))(*[x.data_ptr() for x in rows])
+    in_parts(out.numel(), lambda at, end: function(addresses, len(rows), out.data_ptr(), at, min(end, out.numel())))
 
 
 def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
@@ -345,56 +270,4 @@ def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
     if num_bytes is None or num_bytes < 0:
         raise ValueError(f"checksum: num_bytes must say how many bytes there are, and {num_bytes} came.")
     address = memory.data_ptr() if isinstance(memory, Tensor) else memory
-    return reference.checksum(address, num_bytes) if missing() else _kernel("checksum")(address, num_bytes)
-
-
-# --- threads -----------------------------------------------------------------------------------
-
-
-def _elementwise(name: str, size: int, *arrays: tuple[Tensor, float], last: int | None = None) -> None:
-    """Call the library's `name` on blocks; an array is a tensor and its bytes an element."""
-    function, ends = _kernel(name), [] if last is None else [last]
-
-    def part(at: int, end: int) -> None:
-        function(*(x.data_ptr() + int(at * width) for x, width in arrays), min(end, size) - at, *ends)
-
-    _in_parts(size, part)
-
-
-def _in_parts(size: int, part: Callable[[int, int], None]) -> None:
-    """`part(at, end)` for all of [0, size), cut between blocks, each on a thread."""
-    num_parts = max(1, min(torch.get_num_threads(), size // _PART))
-    step = -(-num_blocks(size) // num_parts) * BLOCK
-    calls = [functools.partial(part, at, min(at + step, size)) for at in range(0, size, max(step, 1))]
-    _in_parallel(calls, size)
-
-
-def _in_parallel(calls: Sequence[Callable[[], None]], size: int) -> None:
-    """Make all calls, some by other threads; `size`: elements altogether, of which few are not worth a thread."""
-    num_threads = min(torch.get_num_threads(), len(calls), size // _PART)
-    if num_threads <= 1:
-        for call in calls:
-            call()
-        return
-    waiting = iter(list(calls))  # a list's iterator: each `next` is one step of the interpreter
-
-    def work() -> None:
-        for call in waiting:
-            call()
-
-    others: list[concurrent.futures.Future[None]] = []
-    with contextlib.suppress(RuntimeError):  # the main thread has ended, after which executors take nothing more
-        for _ in range(num_threads - 1):
-            others.append(_pool(torch.get_num_threads()).submit(work))
-    work()
-    for other in others:
-        other.result()
-
-
-@functools.cache
-def _pool(num_threads: int) -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(num_threads - 1, thread_name_prefix="zerofn")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads are not forked
+    return reference.checksum(address, num_bytes) if missing() else kernel("checksum")(address, num_bytes)

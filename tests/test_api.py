@@ -17,7 +17,7 @@ PUBLIC = {
     "this_machine tree_map unshard value_and_grad vdot "
     "verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "
-    "Precision Sharded StaticLossScale TrainState",
+    "Precision Sharded StaticLossScale TrainState Wire",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
     "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "
     "ema exponential_decay from_functions identity inject_hyperparams join_schedules lamb linear_schedule "

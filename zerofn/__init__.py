@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .sharding.precision import Precision
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
+    from .sharding.wire import Wire
     from .training.eager_region import eager_region
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
@@ -86,6 +87,7 @@ _WHERE = {
     "Precision": "sharding.precision",
     "Sharded": "sharding.sharded",
     "TrainState": "training.train_state",
+    "Wire": "sharding.wire",
     "abort": "job.failures",
     "because": "job.reasons",
     "abstract": "sharding.abstract",
@@ -175,6 +177,7 @@ __all__ = [
     "Sharded",
     "StaticLossScale",
     "TrainState",
+    "Wire",
 ]
 
 

@@ -138,7 +138,9 @@ def _add_plan(commands: Any) -> None:
         nargs="+",
         help="none, fp32, bf16, fp16, fp8; by default the script's own, or if it names none the usual ones",
     )
-    one.add_argument("--wire", nargs="+", help="none, bf16: the form in which float32 travels; the script's by default")
+    one.add_argument(
+        "--wire", nargs="+", help="none, bf16, fp8, int8: in which form units travel; the script's by default"
+    )
     one.add_argument("--remat", nargs="+", help="none, auto, full, budget; by default more where it does not fit")
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
     one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")

@@ -270,23 +270,6 @@ ZF_KERNEL zf_decode(const void *codes, const zf_u32 *scales, void *to, zf_i64 si
     }
 }
 
-// Ties to even, as torch casts; a NaN becomes the quiet one.
-ZF_GPU zf_u32 bf16_of(float x) {
-    const zf_u32 bits = zf_bits(x);
-    return (bits & ZF_ABS) > ZF_INF ? (ZF_NAN >> 16) : (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
-}
-
-// The sum rounds: a float of its exponent has no room for the 13 bits below a float16's last, or those below 2^-24.
-ZF_GPU zf_u32 fp16_of(float x) {
-    const zf_u32 bits = zf_bits(x), sign = bits >> 16 & 0x8000u, size = bits & ZF_ABS;
-    if (size > ZF_INF) return sign | 0x7E00u;
-    if (size >= 0x477FF000u) return sign | 0x7C00u; // 65520, halfway between the largest and what would come after it
-    const zf_u32 power = (size & ZF_INF) < 0x38800000u ? 0x38800000u : size & ZF_INF; // 2^-14, the least normal one
-    const float room = zf_float(power + 0x06800000u);                                // 2^13 times it
-    const zf_u32 digits = zf_bits(zf_float(size) + room) - zf_bits(room);
-    return sign | ((power - 0x38800000u >> 13) + digits);
-}
-
 // fp32, bf16 or fp16 -> fp32, times `factor` (or NULL) -> rounded to fp32, bf16 or fp16.
 ZF_KERNEL zf_cast(const void *from, zf_i64 number, const float *factor, void *to, zf_i64 to_number, zf_i64 size) {
     const float f = factor ? *factor : 1.0f;
@@ -296,8 +279,8 @@ ZF_KERNEL zf_cast(const void *from, zf_i64 number, const float *factor, void *to
         numbers(load(from, width_of(number), at, size - at), number, x);
         EACH(k) x[k] *= f;
         if (to_number == ZF_FP32) EACH(k) now.word[k] = zf_bits(x[k]);
-        if (to_number == ZF_BF16) EACH(k) set_half(now, k, bf16_of(x[k]));
-        if (to_number == ZF_FP16) EACH(k) set_half(now, k, fp16_of(x[k]));
+        if (to_number == ZF_BF16) EACH(k) set_half(now, k, zf_near_bf16(x[k]));
+        if (to_number == ZF_FP16) EACH(k) set_half(now, k, zf_near_fp16(x[k]));
         store(to, width_of(to_number), at, size - at, now);
     }
 }
@@ -358,3 +341,5 @@ ZF_KERNEL zf_fp8(const void *x, zf_i64 number, const float *scale, zf_i64 grad, 
         }
     }
 }
+
+#include "wire_cuda.h"

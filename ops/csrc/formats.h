@@ -89,6 +89,23 @@ ZF_FN zf_f zf_from_fp16(zf_u x) {
     return zf_float(wide | (x & 0x8000u) << 16);
 }
 
+/* Ties to even, as torch casts; a NaN becomes the quiet one. */
+ZF_FN zf_u zf_near_bf16(zf_f x) {
+    zf_u bits = zf_bits(x), nearest = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+    return x != x ? ZF_ALL(ZF_NAN >> 16) : nearest;
+}
+
+/* The sum rounds: an fp32 of its exponent has no room for the 13 bits below a float16's last, or those below 2^-24. */
+ZF_FN zf_u zf_near_fp16(zf_f x) {
+    zf_u bits = zf_bits(x), size = bits & ZF_ABS, power = size & ZF_INF;
+    power = power < 0x38800000u ? ZF_ALL(0x38800000u) : power; /* 2^-14, the least normal one */
+    zf_f room = zf_float(power + 0x06800000u);                 /* 2^13 times it */
+    zf_u digits = ((power - 0x38800000u) >> 13) + (zf_bits(zf_float(size) + room) - zf_bits(room));
+    digits = size >= 0x477FF000u ? ZF_ALL(0x7C00u) : digits; /* 65520, halfway to what would come after the largest */
+    digits = size > ZF_INF ? ZF_ALL(0x7E00u) : digits;
+    return (bits >> 16 & 0x8000u) | digits;
+}
+
 /* A gradient beside lossy moments: a NaN counts as inf, so that none has other bits than the NaN that arithmetic makes
  * and a moment's random bits, added to it, cannot make a number of it. */
 ZF_FN zf_f zf_tame(zf_f g) { return ZF_LEAST(g, zf_float(ZF_ALL(ZF_INF))); }

@@ -2,10 +2,6 @@
 // shared library needs libc and libm alone.
 #include "vectors.h"
 
-#define ZF_JOIN_(a, b) a##_##b
-#define ZF_JOIN(a, b) ZF_JOIN_(a, b)
-#define ZF_NAME(name) ZF_JOIN(name, ZF_ISA)
-#define ZF_API extern "C" __attribute__((visibility("default")))
 #define EACH [&](auto full_, zf_i64 i, zf_i64 left) __attribute__((always_inline))
 #define FULL decltype(full_)::value
 

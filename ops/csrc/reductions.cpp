@@ -2,11 +2,6 @@
 #define ZF_EIGHT_LANES // torch's sums have eight
 #include "vectors.h"
 
-#define ZF_JOIN_(a, b) a##_##b
-#define ZF_JOIN(a, b) ZF_JOIN_(a, b)
-#define ZF_NAME(name) ZF_JOIN(name, ZF_ISA)
-#define ZF_API extern "C" __attribute__((visibility("default")))
-
 namespace {
 
 const zf_i64 STRIPE = 256; // bytes, 64 words, 8 vectors

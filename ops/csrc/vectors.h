@@ -65,6 +65,11 @@ ZF_FN zf_f ZF_FMA(float a, zf_f b, zf_f c) { return ZF_FMA(ZF_ALL(a), b, c); }
 ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, float c) { return ZF_FMA(a, b, ZF_ALL(c)); }
 ZF_FN zf_f ZF_FMA(zf_f a, float b, float c) { return ZF_FMA(a, ZF_ALL(b), ZF_ALL(c)); }
 
+ZF_FN uint32_t largest_of(zf_i x) { // none negative
+    int32_t top = 0;
+    for (int k = 0; k < ZF_LANES; ++k) top = x[k] > top ? x[k] : top;
+    return (uint32_t)top;
+}
 ZF_FN uint16_t largest_of(zf_w x) {
 #if defined(__AVX2__)
 #if ZF_LANES == 16
@@ -152,10 +157,15 @@ ZF_FN void put_bytes(uint8_t *to, zf_w x, zf_w y) { // packed by quarters of vec
     put(to, (zf_u)_mm512_permutexvar_epi64(order, packed));
 }
 ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm512_cvtepu16_epi32(ZF_LOAD256(x)); }
+ZF_FN zf_u widened(const uint8_t *x) { return (zf_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)); }
+ZF_FN zf_u widened(const int8_t *x) { return (zf_u)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm512_cvtepi16_epi32(ZF_LOAD256(x)); }
 ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
     _mm256_storeu_si256((__m256i *)to + 1, _mm512_cvtepi32_epi16((__m512i)y));
+}
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) { // of four vectors, one after the other
+    for (int k = 0; k < 4; ++k) _mm_storeu_si128((__m128i *)to + k, _mm512_cvtepi32_epi8((__m512i)x[k]));
 }
 #elif defined(__AVX2__)
 #define ZF_LOAD128(x) _mm_loadu_si128((const __m128i *)(x))
@@ -165,9 +175,18 @@ ZF_FN void put_bytes(uint8_t *to, zf_w x, zf_w y) { // packed by halves of vecto
     put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)x, (__m256i)y), 0xD8));
 }
 ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm256_cvtepu16_epi32(ZF_LOAD128(x)); }
+ZF_FN zf_u widened(const uint8_t *x) { return (zf_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
+ZF_FN zf_u widened(const int8_t *x) { return (zf_u)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm256_cvtepi16_epi32(ZF_LOAD128(x)); }
 ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
     put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)y), 0xD8));
+}
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) { // packed by halves of vectors
+    __m256i part[4];
+    for (int k = 0; k < 4; ++k) part[k] = (__m256i)(x[k] & 0xFFu);
+    __m256i first = _mm256_packus_epi32(part[0], part[1]), second = _mm256_packus_epi32(part[2], part[3]);
+    __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    put(to, (zf_u)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order));
 }
 #else
 template <class T>
@@ -187,6 +206,9 @@ ZF_FN zf_u widened(const T *x) {
 }
 ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
     for (int k = 0; k < ZF_LANES; ++k) to[k] = (uint16_t)x[k], to[k + ZF_LANES] = (uint16_t)y[k];
+}
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) {
+    for (int k = 0; k < 4 * ZF_LANES; ++k) to[k] = (uint8_t)x[k / ZF_LANES][k % ZF_LANES];
 }
 #endif
 
@@ -245,4 +267,10 @@ ZF_FN void over(int64_t n, const Body &body) {
 }
 
 #include "kernels.h"
+
+// A function of the library, for one instruction set.
+#define ZF_JOIN_(a, b) a##_##b
+#define ZF_JOIN(a, b) ZF_JOIN_(a, b)
+#define ZF_NAME(name) ZF_JOIN(name, ZF_ISA)
+#define ZF_API extern "C" __attribute__((visibility("default")))
 #endif

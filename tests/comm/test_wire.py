@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-import zerofn
 from tests.support.small_steps import SCHEDULE, batch_of, build, captured, fake_ranks, state_of, train_step_of
-from zerofn import Precision
 from zerofn.comm.mesh import Mesh
 from zerofn.comm.transport import SentBytes
 from zerofn.comm.wire import CODECS, SMALL, nbytes_on_wire, rounded
@@ -109,31 +107,3 @@ def test_a_coded_transfer_is_one_start_and_one_wait():
     plain, expected, none = starts(None)
     assert names == expected and size == plain
     assert codecs == {("bf16",)} and none == {()}
-
-
-@pytest.mark.parametrize(
-    "given, sent",
-    [
-        ({"wire": "bf16"}, "bf16"),
-        ({"wire": "bf16", "precision": "bf16"}, "bf16"),
-        ({"precision": Precision(wire="bf16")}, "bf16"),
-        ({"precision": Precision(wire="bf16"), "wire": "bf16"}, "bf16"),
-        ({}, None),
-    ],
-)
-def test_the_wire_is_an_option_of_shard_and_of_precision(given, sent):
-    state = zerofn.shard({"params": {"w": torch.ones(3)}}, **given)
-    assert state["params"].spec.precision.wire == sent
-
-
-@pytest.mark.parametrize("make", [lambda x: Precision(wire=x), lambda x: zerofn.shard({"params": {}}, wire=x)])
-def test_an_unknown_codec_is_answered_with_those_there_are(make):
-    with pytest.raises(ValueError, match="wire='fp4' is not known; did you mean 'bf16'"):
-        make("fp4")
-
-
-def test_only_float32_is_coded():
-    precision = Precision(wire="bf16")
-    assert precision.sends(torch.float32) == "bf16"
-    assert not any(map(precision.sends, (torch.bfloat16, torch.float16, torch.float64, torch.int64)))
-    assert Precision().sends(torch.float32) == ""

@@ -1,4 +1,4 @@
-"""Transfers in bfloat16, beside plain torch that rounds where they do."""
+"""Coded transfers, in bfloat16 and in blocks of 8 and 4 bits, beside plain torch that rounds where they do."""
 
 import functools
 import re
@@ -58,14 +58,71 @@ def rounded(x):
     return x.bfloat16().float()
 
 
-def by_torch(size, num_microbatches=1, reduce="step", code=rounded):
+def in_bf16(xs):
+    """Each leaf, as it arrives."""
+    return list(map(rounded, xs))
+
+
+def as_it_is(xs):
+    return [x.clone() for x in xs]
+
+
+INT4 = zerofn.Wire(gather="int4", reduce="int8", block=128, smallest=0)
+FP8 = zerofn.Wire(gather="fp8", reduce="fp8", block=128, smallest=0)
+INT8 = zerofn.Wire(gather="int8", reduce="int8", block=256, smallest=100)
+MIXED = zerofn.Wire(gather="bf16", reduce="int8", block=512, smallest=0)
+BLOCKS = {"int4": INT4, "fp8": FP8, "int8": INT8, "mixed": MIXED}
+
+
+def in_blocks(form, block, smallest):
+    """By torch: blocks of a unit without small leaves are of integers or in float8."""
+
+    def code(xs):
+        leaves = [leaf for unit in started(3, wire=None)[0].params.layout.units for leaf in unit.leaves]
+        units = [unit for unit in started(3, wire=None)[0].params.layout.units for _ in unit.leaves]
+        names = [name for name, _ in model().named_parameters()]
+        flats = {unit.name: torch.zeros(unit.size) for unit in units}
+        known = {leaf.name: (leaf, flats[unit.name]) for leaf, unit in zip(leaves, units, strict=True)}
+        for name, x in zip(names, xs, strict=True):
+            leaf, flat = known[name]
+            flat[leaf.offset : leaf.stop] = x.detach().reshape(-1)
+        for flat in flats.values():
+            here = [x for x, of in known.values() if of is flat]
+            coded = torch.ones(len(flat), dtype=torch.bool)
+            for leaf in here:
+                coded[leaf.offset : leaf.stop] = leaf.numel >= smallest
+            blocks = coded.view(-1, block).all(1) & any(leaf.numel >= smallest for leaf in here)
+            flat.view(-1, block)[blocks] = _coded(flat.view(-1, block)[blocks], form)
+        places = [known[name] for name in names]
+        return [flat[leaf.offset : leaf.stop].view(leaf.shape).clone() for leaf, flat in places]
+
+    return code
+
+
+def _coded(blocks, form):
+    top = blocks.abs().amax(1, keepdim=True)
+    if form == "fp8":
+        scale = torch.exp2(torch.ceil(torch.log2(top / 448)).clamp(min=-100))
+        return (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    scale = (top / {"int8": 127, "int4": 7}[form]).bfloat16().float()
+    return torch.where(scale < 2.0**-100, 0.0, (blocks * (1 / scale)).round() * scale)
+
+
+def codes_of(wire):
+    """What torch does for a `Wire`: to parameters, and to gradients."""
+    both = (wire.gather, wire.reduce)
+    return [in_bf16 if form == "bf16" else in_blocks(form, wire.block, wire.smallest) for form in both]
+
+
+def by_torch(size, num_microbatches=1, reduce="step", code=in_bf16, code_gradients=None):
     """The same by plain torch: what is sent is rounded, and summed by rank."""
+    code_gradients = code_gradients or code
     net, losses = model(), []
     for step in range(STEPS):
         masters = [p.detach().clone() for p in net.parameters()]
         with torch.no_grad():
-            for p in net.parameters():
-                p.copy_(code(p))
+            for p, arrived in zip(net.parameters(), code(masters), strict=True):
+                p.copy_(arrived)
         found, each = [], []
         for rank in range(size):
             parts = [_gradients(net, x, size) for x in rows(rank, step).chunk(num_microbatches)]
@@ -74,9 +131,10 @@ def by_torch(size, num_microbatches=1, reduce="step", code=rounded):
             found.append([_sum(x) for x in zip(*mine, strict=True)] if reduce == "step" else mine)
         losses.append(_sum(each) / size)
         if reduce == "step":
-            sums = [_sum(map(code, x)) for x in zip(*found, strict=True)]
+            sums = [_sum(x) for x in zip(*map(code_gradients, found), strict=True)]
         else:
-            reduced = [[_sum(map(code, x)) for x in zip(*ranks, strict=True)] for ranks in zip(*found, strict=True)]
+            microbatches = [map(code_gradients, ranks) for ranks in zip(*found, strict=True)]
+            reduced = [[_sum(x) for x in zip(*ranks, strict=True)] for ranks in microbatches]
             sums = [_sum(x) for x in zip(*reduced, strict=True)]
         with torch.no_grad():
             for p, master, g in zip(net.parameters(), masters, sums, strict=True):
@@ -98,7 +156,7 @@ def _gradients(net, x, size):
 
 def every_stage():
     size = zerofn.world_size()
-    want = by_torch(size, code=rounded if size > 1 else torch.clone)
+    want = by_torch(size, code=in_bf16 if size > 1 else as_it_is)
     for stage in range(4):
         assert_same_trees(trained(*started(stage)), want, f"stage {stage}")
         (state, step), losses = started(stage), []
@@ -108,7 +166,7 @@ def every_stage():
         found = {"losses": torch.stack(losses), **zerofn.unshard(state.params)}
         assert_same_trees(found, want, f"stage {stage}, not compiled")
     if size > 1:
-        assert not torch.equal(want["0.weight"], by_torch(size, code=torch.clone)["0.weight"])
+        assert not torch.equal(want["0.weight"], by_torch(size, code=as_it_is)["0.weight"])
 
 
 @pytest.mark.part(size=[1])
@@ -116,6 +174,35 @@ def every_stage():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_stage_gives_the_bits_of_torch_that_rounds_what_is_sent(ranks, size):
     ranks(size, every_stage)
+
+
+def every_stage_in_blocks(name):
+    """Each stage, compiled and not, has the bits of torch with the same codes."""
+    size, wire = zerofn.world_size(), BLOCKS[name]
+    code, code_gradients = codes_of(wire) if size > 1 else (as_it_is, as_it_is)
+    want = by_torch(size, code=code, code_gradients=code_gradients)
+    for stage in range(4):
+        assert_same_trees(trained(*started(stage, wire=wire)), want, f"stage {stage}")
+        state, _ = started(stage, wire=wire)
+        seen = zerofn.gather(state.params)
+        masters = zerofn.unshard(state.params)
+        assert_same_trees(seen, dict(zip(masters, code(list(masters.values())), strict=True)), f"stage {stage}")
+    (state, step), losses = started(3, wire=wire), []
+    for k in range(STEPS):
+        state, loss = step(state, rows(zerofn.rank(), k))
+        losses.append(loss)
+    found = {"losses": torch.stack(losses), **zerofn.unshard(state.params)}
+    assert_same_trees(found, want, "not compiled")
+
+
+@pytest.mark.part(size=[1], name=["int4"])
+@pytest.mark.part(size=[2], name=["fp8"])
+@pytest.mark.part(size=[3], name=["int4"])
+@pytest.mark.part(size=[2], name=["mixed"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_stage_gives_the_bits_of_torch_with_blocks_of_codes(ranks, size, name):
+    ranks(size, every_stage_in_blocks, name)
 
 
 def with_microbatches(reduce):
@@ -208,7 +295,7 @@ def saved_and_loaded(folder, stage):
         assert_same_trees(seen, {k: rounded(x) if other else x for k, x in zerofn.unshard(loaded.params).items()})
         assert not torch.equal(seen["0.weight"], zerofn.gather(state.params)["0.weight"])
         found[wire] = loaded.params.spec.precision.wire
-    assert found == {"bf16": None, None: "bf16"}
+    assert found == {"bf16": None, None: zerofn.Wire("bf16", "bf16")}
 
 
 @pytest.mark.part(stage=[1])
@@ -217,40 +304,62 @@ def test_masters_are_exact_where_they_are_saved(ranks, tmp_path, stage):
     ranks(2, saved_and_loaded, str(tmp_path), stage)
 
 
-def over_replicas():
-    """Two by two ranks: sums along `data` are rounded once more before they are added along `replicate`."""
-    mesh = zerofn.Mesh.make(replicate=2, data=2)
-    net = model()
-    found = [_gradients(_rounded_model(), rows(rank), 4)[1] for rank in range(4)]
-    along = [[_sum(map(rounded, x)) for x in zip(*found[k : k + 2], strict=True)] for k in (0, 2)]
-    sums = [_sum(map(rounded, x)) for x in zip(*along, strict=True)]
+def over_replicas(name):
+    """Two by two ranks: sums along `data` are coded once more before they are added along `replicate`."""
+    mesh, wire = zerofn.Mesh.make(replicate=2, data=2), BLOCKS.get(name, name)
+    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
+    net, arrived = model(), model()
+    with torch.no_grad():
+        for p, x in zip(arrived.parameters(), code([p.detach() for p in net.parameters()]), strict=True):
+            p.copy_(x)
+    found = [_gradients(arrived, rows(rank), 4)[1] for rank in range(4)]
+    along = [[_sum(x) for x in zip(*map(code_gradients, found[k : k + 2]), strict=True)] for k in (0, 2)]
+    sums = [_sum(x) for x in zip(*map(code_gradients, along), strict=True)]
     for p, g in zip(net.parameters(), sums, strict=True):
         p.grad = g
     torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
     want = {k: p.detach() for k, p in net.named_parameters()}
+    seen = dict(zip(want, code(list(want.values())), strict=True))
     for stage, hpz in ((0, False), (1, False), (2, False), (3, False), (3, True)):
-        state, step = started(stage, mesh=mesh, hpz=hpz)
+        state, step = started(stage, mesh=mesh, hpz=hpz, wire=wire)
         run = zerofn.compile(step)
         place = mesh.axis("replicate").rank * 2 + mesh.axis("data").rank
         state, _ = run(state, rows(place))
         assert_same_trees(zerofn.unshard(state.params), want, f"stage {stage}, hpz {hpz}")
-        assert_same_trees(zerofn.gather(state.params), {k: rounded(x) for k, x in want.items()}, f"stage {stage}")
+        assert_same_trees(zerofn.gather(state.params), seen, f"stage {stage}, hpz {hpz}")
         if stage == 3:
-            halves = [sent_by_a_step(3, mesh=mesh, hpz=hpz, wire=wire) for wire in ("bf16", None)]
-            assert all(planned == sent for planned, sent in halves)
-            assert halves[0][0] / halves[1][0] < (0.52 if hpz else 0.65)
+            (planned, sent), whole = (sent_by_a_step(3, mesh=mesh, hpz=hpz, wire=x) for x in (wire, None))
+            assert planned == sent and whole[0] == whole[1]
+            assert planned / whole[0] < (0.52 if hpz else 0.65)
 
 
-def _rounded_model():
-    net = model()
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(rounded(p))
-    return net
+@pytest.mark.part(name=["int4"])
+@pytest.mark.parametrize("name", ["bf16", *BLOCKS])
+def test_replicas_and_hpz(ranks, name):
+    ranks(4, over_replicas, name)
 
 
-def test_replicas_and_hpz(ranks):
-    ranks(4, over_replicas)
+def between_nodes_alone():
+    """Along `replicate` in 8 bits, along `data` as it is: gradients twice, and with hpZ the copies of parameters."""
+    mesh = zerofn.Mesh.make(replicate=2, data=2)
+    for hpz in (False, True):
+        sent = {}
+        for wire in (None, {"replicate": INT8}, {"data": INT8}, INT8):
+            state, step = started(3, mesh=mesh, hpz=hpz, tx=optim.adamw(1e-2), wire=wire)
+            run = zerofn.compile(step)
+            place = mesh.axis("replicate").rank * 2 + mesh.axis("data").rank
+            state, _ = run(state, rows(place))
+            sent[str(wire)] = run.lower(state, rows(place)).sent_along
+            planned, measured = sent_by_a_step(3, mesh=mesh, hpz=hpz, wire=wire)
+            assert planned == measured, f"{wire}, hpz {hpz}"
+        whole, far, near, both = sent.values()
+        assert far["data"] == whole["data"] and far["replicate"] < (0.4 if hpz else 0.7) * whole["replicate"]
+        assert near["replicate"] == whole["replicate"] and near["data"] < 0.4 * whole["data"]
+        assert both["replicate"] == far["replicate"] and both["data"] == near["data"]
+
+
+def test_an_axis_has_a_form_of_its_own(ranks):
+    ranks(4, between_nodes_alone)
 
 
 def beside_half_precision():

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import zerofn
-from tests.support.small_steps import fake_ranks
 from zerofn.sharding.float8 import Fp8, check_device
 
 
@@ -118,11 +117,3 @@ def test_what_is_gathered_in_float8_is_chosen_before_a_step_is_seen():
     rule = Fp8(lambda name: name != "down", gather=True)
     assert rule.gathers("up", (64, 32)) and not rule.gathers("down", (64, 32))
     assert not rule.gathers("up", (64,)) and not rule.gathers("up", (64, 24)) and not Fp8().gathers("up", (64, 32))
-
-
-def test_parts_of_units_are_not_gathered_in_float8():
-    precision = zerofn.Precision(None, torch.bfloat16, fp8=Fp8(lambda name: True, gather=True))
-    with fake_ranks(4):
-        mesh = zerofn.Mesh.make(replicate=2, data=2)
-        with pytest.raises(ValueError, match="would save nothing there; leave one of them out"):
-            zerofn.sharding.partition.Partition.zero(mesh, 3, hpz=True, precision=precision)

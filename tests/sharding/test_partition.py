@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.library import FILES, parse, room
+from zerofn import Wire
 from zerofn.comm.mesh import Axis, Mesh
 from zerofn.sharding.partition import Partition
 
@@ -54,7 +55,7 @@ def test_constructors(sizes, asked, stored, of_experts, copied, shared):
 
 def test_wire_and_dtypes():
     found = Partition.zero(mesh(data=2), precision="bf16", wire="bf16").precision
-    assert (found.compute, found.wire) == (torch.bfloat16, "bf16")
+    assert (found.compute, found.wire) == (torch.bfloat16, Wire("bf16", "bf16"))
 
 
 def positional(function):

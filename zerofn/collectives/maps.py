@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import below_autograd
-from ..comm import transport  # noqa: F401  (defines the operations)
 from ..comm.mesh import Axis
 from ..ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
 from ..ops import same as _same  # noqa: F401  (defines zerofn::check_same)
 from .expected import OWN_OF
-
-ops = torch.ops.zerofn
+from .over_ranks import ops as ops
+from .over_ranks import rows_over, sum_in_parts, sum_over
 
 
 class LinearMap(Protocol):
@@ -96,8 +95,8 @@ class Linear(torch.autograd.Function):
 @dataclass(frozen=True)
 class AllGather:
     """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last. `kept`: for the
-    backward pass of a captured step, which else gathers it again. `codec`: in which form it is sent (`comm.wire`),
-    here and in a reduce-scatter; rounding counts as the identity, so the transpose is that of the map without it.
+    backward pass of a captured step, which else gathers it again. `codec`, `start`: in which form it is sent, here and
+    in a reduce-scatter, and from which element of a unit on; rounding counts as the identity.
     """
 
     axis: Axis
@@ -105,18 +104,20 @@ class AllGather:
     dim: int = -1
     kept: bool = True
     codec: str = ""
+    start: int = 0
 
     @property
     def transpose(self) -> ReduceScatter:
         """A summing reduce-scatter."""
-        return ReduceScatter(self.axis, self.unit, self.dim, self.codec)
+        return ReduceScatter(self.axis, self.unit, self.dim, self.codec, self.start)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Shards in rank order."""
         if self.axis.size == 1:
             return (ops.as_equal(x, self.axis.name),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
-        full = ops.wait(ops.all_gather(x.reshape(-1), *to, **({} if self.kept else {"kept": False})))
+        more = {**({} if self.kept else {"kept": False}), **({"start": self.start} if self.start else {})}
+        full = ops.wait(ops.all_gather(x.reshape(-1), *to, **more))
         if x.dim() == 1:
             return (full,)
         rows = full.view(self.axis.size, *x.shape).movedim(0, self.dim - 1)
@@ -131,11 +132,12 @@ class ReduceScatter:
     unit: str = ""
     dim: int = -1
     codec: str = ""
+    start: int = 0
 
     @property
     def transpose(self) -> AllGather:
         """An all-gather."""
-        return AllGather(self.axis, self.unit, self.dim, codec=self.codec)
+        return AllGather(self.axis, self.unit, self.dim, codec=self.codec, start=self.start)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The sum."""
@@ -143,7 +145,8 @@ class ReduceScatter:
             return (x.view_as(x),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
         if x.dim() == 1:
-            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to)),)
+            more = {"start": self.start} if self.start else {}
+            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **more)),)
         rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
         return (ops.wait(ops.reduce_scatter(rows.reshape(-1), *to)).view(rows.shape[1:]),)
 
@@ -368,33 +371,3 @@ class CheckedSame:
             return (ops.as_equal(x, self.axis.name),)
         rows = rows_over(ops.digest(x), self.axis)
         return (ops.check_same(x, rows.view(-1), self.what, self.axis.name),)
-
-
-def rows_over(x: Tensor, axis: Axis) -> Tensor:
-    """[...] on each rank -> [size, ...], by rank. Not differentiable: for small, finished values."""
-    if axis.size == 1:
-        return ops.as_equal(x, axis.name).unsqueeze(0)
-    full = ops.wait(ops.all_gather(x.reshape(-1), axis.size, axis.group, ""))
-    return full.view(axis.size, *x.shape)
-
-
-def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks in rank order, whatever the number of dims. Not differentiable."""
-    if axis.size == 1:
-        return ops.as_equal(x, axis.name)
-    rows = rows_over(x, axis)
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total
-
-
-def sum_in_parts(x: Tensor, axis: Axis) -> Tensor:
-    """The sum over ranks in rank order: each sums a part, and all get it. Not differentiable: for large values."""
-    if axis.size == 1:
-        return ops.as_equal(x, axis.name)
-    missing = -x.numel() % axis.size
-    flat = torch.nn.functional.pad(x.reshape(-1), (0, missing)) if missing else x.reshape(-1)
-    part = ops.wait(ops.reduce_scatter(flat, axis.size, axis.group, ""))
-    full = ops.wait(ops.all_gather(part, axis.size, axis.group, ""))
-    return (full[: x.numel()] if missing else full).view(x.shape).detach()  # no view: what is behind may write to it

@@ -9,10 +9,11 @@ otherwise. A start returns the tensor that will hold the result; its contents ar
 start the same ones in the same order. `compile` compares fingerprints of that order over ranks, and `meetings` what
 ranks do.
 
-[Note: coded] Transfers of units may name a wire codec (`wire`). Of an all-gather, what is received lies in the result's
-own memory until the wait decodes it there, this rank's part included; float8 weights (`float8_wire`) lie in memory
-beside it. A reduce-scatter sends each rank its row, encoded once. The owner adds the decoded rows, its own included, in
-float32 and in rank order on every backend.
+[Note: coded] Transfers of units may name a wire codec (`wire`). Of an all-gather in bfloat16, what is received lies in
+the result's own memory until the wait decodes it there, this rank's part included; blocks of codes (`block_wire`) lie
+in memory beside it. A reduce-scatter sends each rank its row, encoded once. The owner adds the decoded rows, its own
+included, in float32 and in rank order on every backend. `start`: the element of the unit at which the transfer's part
+of it begins, where it is not all of the unit.
 
 [Note: posting] gloo's `isend` and `irecv` take a lock that its own thread holds while it copies bytes, and a send
 writes what fits into the socket before it returns. On two cores that stalled the caller for 2 to 4 % of a step. So one
@@ -36,7 +37,7 @@ from ..job.step_order import meetings
 from ..memory.arena import empty
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
 from ..util.process import the
-from .wire import CODECS, codec_named, nbytes_on_wire
+from .wire import codec_named, nbytes_on_wire, row_bytes
 
 _MOVED_AS_THEY_ARE = (
     torch.float32,
@@ -125,12 +126,13 @@ def all_gather_start(
     own: Sequence[int] | None = None,
     place: Sequence[int] = (),
     kept: bool = True,
+    start: int = 0,
 ) -> Tensor:
     """shard [s] on each rank -> [size * s], shards in rank order.
 
-    `codec`: see [Note: coded]. `own`: copy only this interval of the local shard; other elements of it are not read.
-    `place`: in an arena; memory of its own if empty. `kept`: a captured step keeps the result for its backward pass, or
-    else gathers it again there.
+    `codec`, `start`: see [Note: coded]. `own`: copy only this interval of the local shard; other elements of it are not
+    read. `place`: in an arena; memory of its own if empty. `kept`: a captured step keeps the result for its backward
+    pass, or else gathers it again there.
     """
     _meet(group, "all_gather", shard, unit, codec)
     full = empty(size * shard.numel(), shard.dtype, shard.device, place)
@@ -138,9 +140,9 @@ def all_gather_start(
         return full
     if codec:
         how, rank = codec_named(codec), dist.get_rank(group_named(group))
-        coded = how.rows_in(full, size)
-        how.encode_row(shard.contiguous(), coded, rank)
-        _fill_rows(full, coded, rank, group, partial(how.decode_rows, full, coded))
+        coded = how.rows_in(full, size, start)
+        how.encode_row(shard.contiguous(), coded, rank, start)
+        _fill_rows(full, coded, rank, group, partial(how.decode_rows, full, coded, start))
         return full
     shard = shard.contiguous()  # the gradient of what is frozen is one zero, repeated
     if not is_gloo(group, shard):
@@ -150,25 +152,26 @@ def all_gather_start(
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
     works = _point_to_point(group, dict.fromkeys(others, shard), {r: rows[r] for r in others})
-    start, stop = own or (0, shard.numel())
-    rows[rank, start:stop].copy_(shard[start:stop])
+    a, b = own or (0, shard.numel())
+    rows[rank, a:b].copy_(shard[a:b])
     return pending().start(full, works, (shard,))
 
 
-def all_gather_in_place_start(full: Tensor, rank: int, size: int, group: str, unit: str, codec: str = "") -> None:
+def all_gather_in_place_start(
+    full: Tensor, rank: int, size: int, group: str, unit: str, codec: str = "", start: int = 0
+) -> None:
     """All-gather in place: `full` [size * s] has this rank's current shard; the others are filled in. With a codec, see
     [Note: coded], this rank's shard in it is rounded, too.
     """
     _meet(group, "all_gather", full, unit, codec)
     if not full.numel():
         return
-    rows = full.view(size, -1)
     if codec:
-        coded, shard = CODECS[codec].place_in(full).view(size, -1), rows.shape[1]
-        CODECS[codec].encode_(full, rank * shard, (rank + 1) * shard)
-        _fill_rows(full, coded, rank, group, partial(CODECS[codec].decode_, full))
+        how = codec_named(codec)
+        coded = how.rows_of(full, size, rank, start)
+        _fill_rows(full, coded, rank, group, partial(how.decode_rows, full, coded, start))
     else:
-        _fill_rows(full, rows, rank, group)
+        _fill_rows(full, full.view(size, -1), rank, group)
 
 
 def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callable[[], None] = lambda: None) -> None:
@@ -185,29 +188,31 @@ def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callab
     pending().start(full, works, (), finish)
 
 
-def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: str = "") -> Tensor:
-    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard. `codec`: see [Note: coded]."""
+def reduce_scatter_start(flat: Tensor, size: int, group: str, unit: str, codec: str = "", start: int = 0) -> Tensor:
+    """flat [size * s] -> [s]: the sum over ranks, in rank order, of this rank's shard. `codec`, `start`: see [Note:
+    coded].
+    """
     _meet(group, "reduce_scatter", flat, unit, codec)
     if not flat.numel():
         return flat.new_empty(0)
     if codec or the(Sums).in_rank_order or is_gloo(group, flat):
-        return _summed(flat.contiguous().view(size, -1), group, codec)
+        return _summed(flat.contiguous().view(size, -1), group, codec, start)
     count_sent(group, _to_others(flat, size))
     flat, out = flat.contiguous(), flat.new_empty(flat.numel() // size)
     work = reduce_scatter_single(out, flat, group=group_for(group, flat), async_op=True)
     return pending().start(out, lambda: [work], (flat,))
 
 
-def _summed(rows: Tensor, group: str, codec: str) -> Tensor:
+def _summed(rows: Tensor, group: str, codec: str, start: int) -> Tensor:
     """rows [size, s] -> [s]: every rank gets its row of all ranks, and sums them in rank order."""
-    how, rank = CODECS[codec] if codec else None, dist.get_rank(group_named(group))
-    sent = rows if how is None else how.encode(rows)
+    how, rank = codec_named(codec) if codec else None, dist.get_rank(group_named(group))
+    sent = rows if how is None else how.encode_all(rows, start)
     found, works = _exchanged(sent, group)
     out = rows.new_empty(rows.shape[1]) if how else found[1 if rank == 0 else 0]  # in a buffer that was received
 
     def finish() -> None:
         if how is not None:
-            how.sum_(out, found)
+            how.sum_(out, found, start + rank * out.numel())
             return
         torch.add(found[0], found[1], out=out)
         for row in found[2:]:
@@ -285,43 +290,45 @@ def _swapped(pg: dist.ProcessGroup, sends: dict[int, Tensor], receives: dict[int
     return dist.batch_isend_irecv(ops) if ops else []
 
 
-def _to_others(whole: Tensor, size: int, codec: str = "") -> int:
+def _to_others(whole: Tensor, size: int, codec: str = "", start: int = 0) -> int:
     """Return the bytes of a tensor without this rank's own part, as they are sent."""
-    return nbytes_on_wire(whole, codec) // size * (size - 1)
+    return row_bytes(whole.numel() // size, whole.itemsize, codec, size, start) * (size - 1)
 
 
 define(
     "all_gather(Tensor shard, int size, str group, str unit, str codec='', *, int[]? own=None, int[] place=[], "
-    "bool kept=True) -> Tensor",
+    "bool kept=True, int start=0) -> Tensor",
     all_gather_start,
-    lambda shard, size, group, unit, codec="", own=None, place=(), kept=True: shard.new_empty(shard.numel() * size),
+    lambda shard, size, *_, **__: shard.new_empty(shard.numel() * size),
     traits=Traits(
         OnShard.LEAVES,
         Moves(
             Lane.LINK,
-            lambda given, _: nbytes_on_wire(given["shard"], given["codec"], given["size"]) * (given["size"] - 1),
+            lambda given, _: (
+                nbytes_on_wire(given["shard"], given["codec"], given["size"], given["start"]) * (given["size"] - 1)
+            ),
         ),
         "gather",
         replicated=True,
     ),
 )
 define(
-    "reduce_scatter(Tensor flat, int size, str group, str unit, str codec='') -> Tensor",
+    "reduce_scatter(Tensor flat, int size, str group, str unit, str codec='', *, int start=0) -> Tensor",
     reduce_scatter_start,
-    lambda flat, size, group, unit, codec="": flat.new_empty(flat.numel() // size),
+    lambda flat, size, *_, **__: flat.new_empty(flat.numel() // size),
     traits=Traits(
         OnShard.MAKES,
-        Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"], given["codec"])),
+        Moves(Lane.LINK, lambda given, _: _to_others(given["flat"], given["size"], given["codec"], given["start"])),
         "scatter",
     ),
 )
 define(
-    "all_gather_into_(Tensor(a!) full, int rank, int size, str group, str unit, str codec='') -> ()",
+    "all_gather_into_(Tensor(a!) full, int rank, int size, str group, str unit, str codec='', *, int start=0) -> ()",
     all_gather_in_place_start,
-    lambda full, rank, size, group, unit, codec="": None,
+    lambda *_, **__: None,
     traits=Traits(
         OnShard.LEAVES,
-        Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"], given["codec"])),
+        Moves(Lane.LINK, lambda given, _: _to_others(given["full"], given["size"], given["codec"], given["start"])),
         "gather in place",
     ),
 )

@@ -1,11 +1,11 @@
-"""Wire codecs: in which form float32 travels between ranks. Each is declared here, once.
+"""Wire codecs: in which form numbers travel between ranks.
 
 A transfer names its codec; "" is none. Its start encodes and sends, its wait decodes. So for every pass a coded
 transfer is what an uncoded one is: one start, one wait, the same tensors. Only the bytes that are sent, and the buffers
 that a start makes, are others.
 
-To add a codec, declare it in `CODECS`. Encoding a decoded tensor must give the same numbers again: ranks send on what
-they have received.
+A codec is "bf16", for float32, or a name of `block_wire`. To add one, add its methods. What float32 becomes must encode
+to the same numbers again: ranks send on what they have received.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops import cpu
 from ..ops.registry import OnShard, Traits, define
-from .float8_wire import FP8, Fp8Wire, fp8_wire
+from .block_wire import BlockWire, block_wire
 
 SMALL = 4096  # elements that are encoded or decoded in place through a copy
 
@@ -28,6 +28,8 @@ class WireCodec:
     """float32 as another dtype, rounded to nearest, ties to even. `dtype`: at most half as wide."""
 
     dtype: torch.dtype
+
+    beside = False  # rows lie in the memory of what becomes of them
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the elements as they are sent, in `out` or in new memory."""
@@ -65,30 +67,40 @@ class WireCodec:
             start = stop
         whole[start:].copy_(coded[start:].clone())
 
-    def row_bytes(self, shard: int, size: int) -> int:
+    def row_bytes(self, shard: int, itemsize: int, size: int, start: int = 0) -> int:
         """Return the bytes that a rank sends of its shard, of so many elements, to each of the others."""
-        return self.nbytes(shard)
+        return shard * self.dtype.itemsize
 
-    def rows_in(self, whole: Tensor, size: int) -> Tensor:
+    def rows_in(self, whole: Tensor, size: int, start: int = 0) -> Tensor:
         """Return memory for the encoded shards of all ranks, in that of the flat tensor that becomes of them."""
         return self.place_in(whole).view(size, -1)
 
-    def encode_row(self, shard: Tensor, rows: Tensor, rank: int) -> None:
+    def encode_row(self, shard: Tensor, rows: Tensor, rank: int, start: int = 0) -> None:
         """Encode a rank's shard to its row."""
         self.encode(shard, rows[rank])
 
-    def decode_rows(self, whole: Tensor, rows: Tensor) -> None:
+    def rows_of(self, whole: Tensor, size: int, rank: int, start: int = 0) -> Tensor:
+        """Return such rows of a flat tensor that has the shard of a rank, and encode that."""
+        shard = whole.numel() // size
+        self.encode_(whole, rank * shard, (rank + 1) * shard)
+        return self.rows_in(whole, size)
+
+    def encode_all(self, rows: Tensor, start: int = 0) -> Tensor:
+        """rows [size, s] -> each as it is sent [size, ...]."""
+        return self.encode(rows)
+
+    def decode_rows(self, whole: Tensor, rows: Tensor, start: int = 0) -> None:
         """Decode the rows of all ranks into the flat tensor."""
         self.decode_(whole)
 
-    def rounded(self, x: Tensor, start: int) -> Tensor:
+    def rounded(self, x: Tensor, start: int = 0) -> Tensor:
         """Return a tensor as it arrives after it was sent."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self.encode(x.reshape(-1), self.place_in(out.view(-1)))
         self.decode_(out.view(-1))
         return out
 
-    def sum_(self, out: Tensor, rows: Sequence[Tensor]) -> None:
+    def sum_(self, out: Tensor, rows: Sequence[Tensor], first: int = 0) -> None:
         """Write the sum of encoded rows, added in their order, to a float32 tensor."""
         if out.device.type == "cpu" and self.dtype is torch.bfloat16:
             cpu.sum_bf16(rows, out)
@@ -97,22 +109,25 @@ class WireCodec:
         for row in rows[1:]:
             out.add_(row)
 
-    def nbytes(self, size: int) -> int:
-        """Return the bytes of `size` encoded elements."""
-        return size * self.dtype.itemsize
-
 
 CODECS = {"bf16": WireCodec(torch.bfloat16)}
 
 
-def codec_named(name: str) -> WireCodec | Fp8Wire:
-    """Return a codec: one of `CODECS`, or that of a unit with weights in float8."""
-    return fp8_wire(name) if name.startswith(FP8) else CODECS[name]
+def codec_named(name: str) -> WireCodec | BlockWire:
+    """Return a codec: one of `CODECS`, or that of a unit in blocks."""
+    return CODECS[name] if name in CODECS else block_wire(name)
 
 
-def nbytes_on_wire(x: Tensor, codec: str, size: int = 1) -> int:
-    """Return the bytes of a shard as it is sent, one of `size`; or of what is summed, in any number of parts."""
-    return codec_named(codec).row_bytes(x.numel(), size) if codec else x.nbytes
+def row_bytes(elements: int, itemsize: int, codec: str, size: int = 1, start: int = 0) -> int:
+    """Return the bytes of a shard as it is sent: one of `size`, the first of which begins at element `start` of its
+    unit.
+    """
+    return codec_named(codec).row_bytes(elements, itemsize, size, start) if codec else elements * itemsize
+
+
+def nbytes_on_wire(x: Tensor, codec: str, size: int = 1, start: int = 0) -> int:
+    """Return the bytes of a shard as it is sent; see `row_bytes`."""
+    return row_bytes(x.numel(), x.itemsize, codec, size, start)
 
 
 def rounded(x: Tensor, codec: str, start: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from .._torch_compat import OpOverload, packet_of
 from ..comm.mesh import Mesh
-from ..comm.wire import nbytes_on_wire
+from ..comm.wire import row_bytes
 from ..dry_run.fake_machine import is_host
 from ..graph.alias import is_view, roots, written_memory
 from ..graph.edit import frozen
@@ -235,12 +235,13 @@ def coded_bytes(start: Node) -> tuple[int, int]:
     codec, size, x = argument(start, "codec"), argument(start, "size"), tensor_of(start.all_input_nodes[0])
     if not codec or x is None:
         return 0, 0
-    in_place = traits(start).collective == "gather in place"
-    both = x.nbytes + nbytes_on_wire(x, codec, 1 if reduces(start) or in_place else size)
+    shard = x.numel() if traits(start).collective == "gather" else x.numel() // size
+    sent = row_bytes(shard, x.itemsize, codec, size, argument(start, "start"))
+    one = shard * x.itemsize + sent
     if reduces(start):  # the wait adds a rank's row of every rank: on the host in one pass, else one by one
         passes = 1 if is_host(x.device) else 2 * size - 1
-        return both, nbytes_on_wire(x, codec) + passes * x.nbytes // size
-    return (both // size, both) if in_place else (both, both * size)
+        return size * one, size * sent + passes * shard * x.itemsize
+    return one, size * one
 
 
 def traffic(gm: GraphModule, mesh: Mesh | None = None) -> Counter[Traffic]:

@@ -25,6 +25,7 @@ from .cuts import Cut, stages_of
 from .grouping import units_by_leaf
 from .leaf_choices import is_learned, with_prefixes
 
+PART_MULTIPLE = 128  # elements: the smallest block that is sent with a scale of its own
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
 _NO_NAME = "masks and labels are asked about a leaf, not its name"
@@ -351,9 +352,9 @@ def _unit(
 
 def padded_to(num_shards: int, replicas: int = 1) -> int:
     """Return what the elements of a unit are a multiple of: it cuts into equal shards, and a shard into equal parts for
-    the ranks that share it, whose gradients they sum.
+    the ranks that share it, whose gradients they sum, each of whole blocks.
     """
-    return num_shards * math.lcm(SHARD_MULTIPLE, replicas)
+    return num_shards * math.lcm(SHARD_MULTIPLE, PART_MULTIPLE * replicas)
 
 
 def padded(stop: int, block: int) -> int:

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch_compat import FakeTensorMode, dense_parts, tree_leaves
-from ..comm.float8_wire import FP8
-from ..comm.wire import nbytes_on_wire
+from ..comm.wire import codec_named, row_bytes
 from ..dry_run.fake_machine import is_host
 from ..ops.ravel import ops
 from .alias import is_given, is_lent, positions, roots, touches
@@ -169,7 +168,11 @@ def _made(graph: Graph) -> _Made:
         dies, placed = where[touched[node][-1]], node.target is ops.bucket.default or bool(node.kwargs.get("place"))
         out.append(Allocation(node, _nbytes(node), _kind(node, touched[node], root), born, dies, placed))
         received = _transfer_buffers(node)
-        if received:
+        if received and traits(node).collective == "gather in place":  # which the next step waits for
+            waits = [where[x] for x in touched[root[node.all_input_nodes[0]]] if x.target is ops.wait.default]
+            out.append(Allocation(node, received, "gathered", at, len(where) - 1))
+            out += [Allocation(node, received, "gathered", -1, until) for until in waits[:1] if until < at]
+        elif received:
             kind = "gradients" if reduces(node) else "gathered"
             out.append(Allocation(node, received, kind, at, where[wait_of(node)]))
     return _Made([block for block in out if block.nbytes], where, root, touched)
@@ -221,15 +224,16 @@ def _transfer_buffers(node: Node) -> int:
     codec all encoded shards, and those that it receives; otherwise gloo's receive buffers, N - 2 shards. A gather: all
     encoded shards, if they do not lie in its result.
     """
-    if is_gather(node) and (codec := argument(node, "codec")).startswith(FP8):
-        shard, size = node.all_input_nodes[0].meta["val"], argument(node, "size")
-        return int(size * nbytes_on_wire(shard, codec, size))
-    if not reduces(node):
+    collective = traits(node).collective
+    if collective not in ("gather", "gather in place", "scatter"):
         return 0
-    shard, size, on_host = node.meta["val"], argument(node, "size"), is_host(node.meta["val"].device)
-    if codec := argument(node, "codec"):
-        return (size + size - on_host) * nbytes_on_wire(shard, codec)
-    return max(0, size - 2) * shard.nbytes if on_host else 0
+    codec, size = argument(node, "codec"), argument(node, "size")
+    whole = node.meta["val"] if collective == "gather" else node.all_input_nodes[0].meta["val"]
+    row = row_bytes(whole.numel() // size, whole.itemsize, codec, size, argument(node, "start"))
+    if collective != "scatter":
+        return size * row if codec and codec_named(codec).beside else 0
+    on_host = is_host(whole.device)
+    return (size + size - on_host) * row if codec else max(0, size - 2) * row * on_host
 
 
 def complete_values(graph: Graph) -> None:

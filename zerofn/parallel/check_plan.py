@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..collectives.maps import rows_over
+from ..collectives.over_ranks import rows_over
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut, sliced
 from ..util.patterns import matches, pattern_of

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.maps import Linear, Psum, rows_over
+from ..collectives.maps import Linear, Psum
+from ..collectives.over_ranks import rows_over
 from ..comm.axes import TENSOR
 from ..comm.current_mesh import axis_of
 from ..comm.mesh import Axis

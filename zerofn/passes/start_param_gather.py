@@ -8,7 +8,7 @@ from ..graph.alias import last_writers, roots
 from ..graph.edit import clean
 from ..graph.node_kinds import ASIDE
 from ..graph.program import Program, tensor_of
-from ..sharding.transfers import gather_in_place
+from ..sharding.transfers import refresh_copy
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
 
@@ -30,7 +30,7 @@ def start_param_gather(program: Program) -> None:
         if writer is None:
             continue
         spec, unit = owners[shard]
-        axis, (start, stop, _) = spec.copied_over(unit), spec.in_copy(unit)
+        start, stop, _ = spec.in_copy(unit)
         after = writer.next
         if writer.meta.get(ASIDE):
             with graph.inserting_before(after):
@@ -40,12 +40,7 @@ def start_param_gather(program: Program) -> None:
                 part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
                 value = tensor_of(whole)
                 part.meta["val"] = None if value is None else value[start:stop]
-                own = shard
-                if rounding := spec.rounds_copy(unit, unit.dtype):
-                    own = graph.call_function(ops.rounded.default, (shard, *rounding))
-                graph.call_function(aten.copy_.default, (part, own))
-        if axis is not None:
-            with graph.inserting_before(after):
-                codec = spec.copy_codec_of(unit, unit.dtype)
-                gather_in_place(whole, axis, unit, codec, call=lambda op, *args: graph.call_function(op, args))
+                graph.call_function(aten.copy_.default, (part, shard))
+        with graph.inserting_before(after):
+            refresh_copy(spec, unit, whole, unit.dtype, call=graph.call_function)
     clean(gm)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..capture.capture import CaptureError
 from ..collectives import broadcast
-from ..collectives.maps import rows_over
+from ..collectives.over_ranks import rows_over
 from ..graph.edit import clean, recorded
 from ..graph.own_values import own_values
 from ..graph.program import Program, tensor_of

@@ -21,6 +21,7 @@ from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.liveness import Live, Moment, moments
 from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
@@ -29,6 +30,8 @@ from ..util.patterns import pattern_of
 from ..util.peaks import peak_of
 from ..util.sizes import in_words
 from .picture import File, draw, page
+
+_SENDS = {"gather": "gathered", "gather in place": "gathered", "scatter": "reduced"}  # collectives of units
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,7 @@ class Plan:
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
         if len(self.sent_along) > 1:
             lines += [f"    along {axis:<6} {in_words(n)}" for axis, n in self.sent_along.items()]
+        lines += _wire_in_words(self.program.gm)
         if self.flops.model:
             again = f", and {in_words(self.flops.again, 'FLOP')} again" if self.flops.again else ""
             lines.append(f"  computed by a rank in a step: {in_words(self.flops.model, 'FLOP')} in products{again}")
@@ -281,6 +285,19 @@ def _products_in_words(float8: dict[str, str]) -> list[str]:
         told = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in names.items())
         lines.append(f"    in bfloat16, {why}: {told}" if why else f"    in float8: {told}")
     return lines
+
+
+def _wire_in_words(gm: GraphModule) -> list[str]:
+    """Return lines of which units are gathered and reduced in which form; none where all are sent as they are."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for node in (node for each in graphs_of(gm) for node in each.graph.nodes):
+        if (does := _SENDS.get(traits(node).collective)) and (unit := argument(node, "unit")):
+            form, _, block = argument(node, "codec").partition(":")[0].partition(".")
+            told = f"as {form}{block and ' in blocks of '}{block}" if form else "as they are"
+            found.setdefault(does, {}).setdefault(told, {})[pattern_of(unit)] = None
+    if not any(form != "as they are" for forms in found.values() for form in forms):
+        return []
+    return [f"    {does} {form}: {', '.join(units)}" for does, forms in found.items() for form, units in forms.items()]
 
 
 def _tiles_in_words(gm: GraphModule) -> list[str]:

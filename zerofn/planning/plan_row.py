@@ -31,7 +31,7 @@ class Config(NamedTuple):
     mesh: tuple[tuple[str, int], ...] = ()
     cuts: str = ""
     again: bool = False
-    wire: str | None = None
+    wire: Any = None
 
     @property
     def sizes(self) -> dict[str, int]:

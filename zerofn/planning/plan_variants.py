@@ -35,6 +35,7 @@ from ..sharding.precision import Precision, resolve
 from ..sharding.shard import initial, shard_fake
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
+from ..sharding.wire import hashable
 from .plan import Plan
 from .plan_row import Config, Needs, Row, as_code, lacking
 from .stages import as_stages, has_stages, pipelined, schedule_of, stages_of_step
@@ -157,7 +158,7 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
     for how in remats:
         if how not in REMATS:
             raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
-    for precision, wire, stage in itertools.product(precisions, listed(asked.wire), stages):
+    for precision, wire, stage in itertools.product(precisions, map(hashable, listed(asked.wire)), stages):
         tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
         for offload, how in itertools.product(tiers, remats):
             yield Config(stage, offload, precision, how, rows, machine.memory, mesh=axes, wire=wire)

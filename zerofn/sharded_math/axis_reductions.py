@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..collectives.maps import ops, sum_over
+from ..collectives.over_ranks import ops, sum_over
 from ..geometry.cuts import counts
 from ..geometry.layout import LeafInfo
 from ..geometry.overlaps import Region, Runs, overlap, region_of, shape_in

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import is_functorch_tensor
-from ..collectives.maps import ops, rows_over
+from ..collectives.over_ranks import ops, rows_over
 from ..comm.mesh import Axis
 from ..ops import part_reductions as _parts_ops  # noqa: F401  (defines zerofn::part_norms and its like)
 from ..ops import runs as _runs_ops  # noqa: F401  (defines zerofn::fill_runs)

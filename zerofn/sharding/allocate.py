@@ -17,7 +17,7 @@ from ..ops.codecs import PLAIN, SPLIT
 from .sharded import Sharded
 from .spec import Spec
 from .storage import StorageSpec, Stored, StoredPart
-from .transfers import equalize, gather_in_place
+from .transfers import equalize, gather_in_place, refresh_copy
 
 HELD = 2  # units that may be partly filled in memory before they are written to a drive
 
@@ -164,12 +164,9 @@ def settle(sharded: Sharded) -> None:
         if full is not None:
             start, stop, _ = spec.in_copy(unit)
             if not spec.lies_in_copy(unit, shard.storage):
-                own = spec.precision.narrow(shard.decode())
-                rounding = spec.rounds_copy(unit, shard.dtype)
-                full[i][start:stop].copy_(ops.rounded(own, *rounding) if rounding else own)
-            if (axis := spec.copied_over(unit)) is not None:
-                gather_in_place(full[i], axis, unit, spec.copy_codec_of(unit, shard.dtype))
-                ops.wait(full[i])
+                full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
+            refresh_copy(spec, unit, full[i], shard.dtype)
+            ops.wait(full[i])
         elif not spec.partition.shard_over and spec.within(unit).size > 1:
             held = shard.loaded()
             for whole in held.tensors:

@@ -40,9 +40,9 @@ class Fp8:
     Everything else computes in `Precision.compute`: other layers, attention, norms, embeddings and sums.
     `step.lower(...).float8` says of each weight what was decided, and why.
 
-    `gather`: ranks send one another these weights in float8, too, at stage 3: e4m3 in blocks of 256 elements, each with
-    a scale of its own, about half of bfloat16's bytes. At every stage the step then computes with the weights as they
-    arrive. It needs `where`, and sends every matrix so that `where` takes and whose sizes are multiples of 16.
+    `gather`: ranks send one another these weights in float8, too: e4m3 in blocks of 256 elements, each with a scale of
+    its own, about half of bfloat16's bytes. At every stage the step then computes with the weights as they arrive. It
+    needs `where`, and sends every matrix so that `where` takes and whose sizes are multiples of 16.
 
     Raises `TypeError` if `where` is no function of one argument, and in `shard` if it returns something else than True
     or False; `ValueError` for `gather` without `where`.

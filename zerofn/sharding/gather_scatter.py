@@ -53,8 +53,7 @@ class GatherUnit:
     def __call__(self, shard: Tensor) -> tuple[Tensor]:
         """Cast on the shard, then gather."""
         x = self.spec.precision.narrow(shard) if self.full is None else self.full
-        codec = self.spec.codec_of(self.unit, self.dtype)
-        return (gather_unit(self.spec, self.unit, x, codec, from_copy=self.full is not None),)
+        return (gather_unit(self.spec, self.unit, x, self.dtype, from_copy=self.full is not None),)
 
 
 @dataclass(frozen=True)

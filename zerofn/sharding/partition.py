@@ -17,6 +17,8 @@ from ..util.arguments import told
 from ..util.errors import nearest
 from .float8 import check_device
 from .precision import Precision, resolve
+from .wire import check_axes
+from .wire import given as given_wire
 
 STAGES = (0, 1, 2, 3)
 CPU = torch.device("cpu")
@@ -61,7 +63,7 @@ class Partition:
         *,
         hpz: Any = False,
         precision: Precision | str | None = None,
-        wire: str | None = None,
+        wire: Any = None,
         offload: Offload | str | None = None,
         cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
     ) -> Partition:
@@ -75,11 +77,7 @@ class Partition:
         if _check_hpz(mesh, stage, hpz):
             shard_over, copy_over = (*shard_over, "replicas"), ("replicas",)
         dtypes = resolve(precision, wire)
-        if hpz and dtypes.fp8 is not None and dtypes.fp8.gather:
-            raise ValueError(
-                "shard: with hpz=True parts of units are gathered within a node, in bfloat16, so Fp8(gather=True) "
-                "would save nothing there; leave one of them out."
-            )
+        check_axes(given_wire(dtypes.wire), mesh)
         found = Partition(
             mesh=mesh,
             shard_over=shard_over,

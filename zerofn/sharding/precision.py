@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.wire import CODECS
+from ..comm.mesh import Axis
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
 from ..util.arguments import check_fields, told
 from ..util.errors import nearest
+from . import wire as wires
 from .float8 import Fp8
+from .wire import Wire
 
 
 @dataclass(frozen=True)
@@ -22,13 +26,12 @@ class Precision:
     Gradients accumulate over microbatches in the reduce dtype. A float32 parameter with `compute=bfloat16` is
     stored as a split master: its upper half is what is gathered and used, and both halves take 4 bytes.
 
-    `wire="bf16"`: what would travel between ranks in float32, parameters and gradients, travels in bfloat16. Masters
-    and moments stay exact.
+    `wire`: in which form units travel between ranks, as of `zerofn.shard`. Masters and moments stay exact.
 
-    - Parameters that ranks have shards of are computed with as they arrive: `p.bfloat16().float()`, also this rank's
-      own, and at stage 0, where none are sent.
-    - Each rank rounds its gradients once, and the rank that has the shard adds them in float32, in rank order. With an
-      axis `replicate`, these sums are rounded once more, and added along it.
+    - Parameters that ranks have shards of are computed with as they arrive, with "bf16" `p.bfloat16().float()`, also
+      this rank's own, and at stage 0, where none are sent.
+    - Each rank codes its gradients once, and the rank that has the shard adds them in float32, in rank order. With an
+      axis `replicate`, these sums are coded once more, and added along it.
     - Sums that ranks then gather stay in float32: those of stage 0, and along `replicate` without hpz. So every stage
       gives the same bits.
 
@@ -36,23 +39,19 @@ class Precision:
 
     `fp8`: which linear layers multiply in float8. They get what is computed in bfloat16, and return it.
 
-    Raises `ValueError` for another `wire`, and for `fp8` with another `compute` than bfloat16; `TypeError` for an `fp8`
-    that is no `Fp8`.
+    Raises `ValueError` for an unknown `wire`, one that gathers otherwise than `Fp8(gather=True)`, and for `fp8` with
+    another `compute` than bfloat16; `TypeError` for an `fp8` that is no `Fp8`.
     """
 
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    wire: str | None = None
+    wire: str | Wire | Mapping[str, str | Wire | None] | None = None
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.wire is not None and self.wire not in CODECS:
-            raise ValueError(
-                f"wire={self.wire!r} is not known; did you mean {nearest(self.wire, CODECS, 1, 0.0)[0]!r}? Leave it "
-                "out to send everything as it is."
-            )
+        object.__setattr__(self, "wire", wires.given(self.wire))
         if not isinstance(self.fp8, Fp8 | None):
             raise TypeError(
                 f"Precision: fp8 must be a zerofn.Fp8 or None, got {told(self.fp8)}. Write fp8=zerofn.Fp8() for all "
@@ -65,6 +64,16 @@ class Precision:
                 "Precision(torch.float32, torch.bfloat16, torch.float32, fp8=zerofn.Fp8()), which is precision='fp8'."
             )
 
+        if self.fp8 is not None and self.fp8.gather and any(x.gather for x in self._wires()):
+            raise ValueError(
+                "Precision: wire says how parameters are gathered, and so does Fp8(gather=True); leave one of them "
+                "out, or write zerofn.Wire(reduce=...)."
+            )
+
+    def _wires(self) -> list[Wire]:
+        found = wires.given(self.wire)
+        return [found] if isinstance(found, Wire) else list(found.values()) if found is not None else []
+
     def computes(self, stored: torch.dtype) -> torch.dtype:
         """Return the dtype in which a parameter stored as `stored` is gathered and used."""
         return self.compute if self.compute is not None and stored.is_floating_point else stored
@@ -73,9 +82,9 @@ class Precision:
         """Return the dtype in which the gradient of a parameter stored as `stored` is reduced and accumulated."""
         return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
 
-    def sends(self, dtype: torch.dtype) -> str:
-        """Return the codec by which values of a dtype travel (`comm.wire`); "" if they travel as they are."""
-        return self.wire if self.wire is not None and dtype is torch.float32 else ""
+    def wire_along(self, axis: Axis) -> Wire | None:
+        """Return the form in which units travel along an axis."""
+        return wires.along(wires.given(self.wire), axis)
 
     def splits(self, stored: torch.dtype) -> bool:
         """Return whether a parameter stored as `stored` is a split master."""
@@ -94,12 +103,12 @@ NAMED = {
 }
 
 
-def resolve(precision: Precision | str | None, wire: str | None = None) -> Precision:
+def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
     """Return the `Precision` that `shard` was asked for, with the codec of `wire=`. Raises `ValueError` or `TypeError`
     that offers the nearest name, and `ValueError` for two codecs.
     """
     if wire is not None:
-        found = resolve(precision)
+        found, wire = resolve(precision), wires.given(wire)
         if found.wire not in (None, wire):
             raise ValueError(f"shard: wire={wire!r}, and the precision has wire={found.wire!r}; leave one of them out.")
         return replace(found, wire=wire)

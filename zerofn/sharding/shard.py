@@ -38,6 +38,7 @@ from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description,
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 from .transfers import equalize, of_first, whole_leaves
+from .wire import Wire
 
 log = logging.getLogger("zerofn")
 
@@ -56,7 +57,7 @@ def shard(
     plan: Any = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
     hpz: bool = False,
-    wire: str | None = None,
+    wire: str | Wire | Mapping[str, str | Wire | None] | None = None,
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
@@ -82,7 +83,10 @@ def shard(
     ranks of `data` (hybrid sharding). `hpz`: cut each shard once more over `replicate`, the optimizer's state with it,
     and hold the uncut shard of the parameters as a copy in the compute dtype: gathers still stay among the ranks of
     `data`, the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
-    `tensor`, as `zerofn.parallel.tensor` returns it. `wire`: "bf16" sends what is float32 so (see `Precision`).
+    `tensor`, as `zerofn.parallel.tensor` returns it.
+
+    `wire`: in which form units travel between ranks: "bf16", "fp8", "int8", a `Wire`, or a dict from axis to these,
+    `{"replicate": "int8"}`. Masters stay exact; see `Wire` and `Precision`.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..comm.float8_wire import FP8, name_of
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import counts
 from ..geometry.layout import Layout, Leaf, Unit, restrict
+from ..ops.kernel_args import BLOCK
 from .float8 import Fp8
 from .partition import Partition
 from .precision import Precision
 from .storage import StorageSpec
+from .wire import block_in, codec_of
 
 _signatures: dict[Any, int] = {}
 
@@ -53,8 +54,8 @@ class StoredRun(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _float8_codec(unit: Unit, rule: Fp8) -> str:
-    return name_of((x.offset, x.stop) for x in unit.leaves if rule.gathers(x.name, x.shape))
+def _float8_codec(unit: Unit, rule: Fp8, block: int) -> str:
+    return codec_of(unit, "fp8", block, lambda leaf: rule.gathers(leaf.name, leaf.shape))
 
 
 @dataclass(frozen=True)
@@ -108,28 +109,45 @@ class Spec:
         """
         return self.partition.copied_over(unit.of_experts) if unit.size else None
 
-    def codec_of(self, unit: Unit, stored: torch.dtype) -> str:
-        """Return the codec by which a unit stored as `stored` is gathered, and rounded at stage 0; "" for none."""
+    def gathers_as(self, unit: Unit, stored: torch.dtype, axis: Axis) -> str:
+        """Return the codec by which a unit stored as `stored` is gathered along an axis, and rounded at stage 0; "" for
+        none.
+        """
         if unit.num_shards == 1:
             return ""
         computes, rule = self.precision.computes(stored), self.precision.fp8
         if rule is not None and rule.gather and computes is torch.bfloat16:
-            return _float8_codec(unit, rule)
-        return self.precision.sends(computes)
+            return _float8_codec(unit, rule, block_in(self._part(unit, axis), BLOCK))
+        return self._codec(unit, computes, axis, "gather")
 
-    def copy_codec_of(self, unit: Unit, stored: torch.dtype) -> str:
-        """Return the codec by which copies are refreshed. Weights in float8 are rounded before (`rounds_copy`)."""
-        codec = self.codec_of(unit, stored)
-        return "" if codec.startswith(FP8) else codec
+    def reduces_as(self, unit: Unit, dtype: torch.dtype, axis: Axis) -> str:
+        """Return the codec by which a unit's gradient in a dtype is reduced along an axis; "" for none."""
+        return self._codec(unit, dtype, axis, "reduce")
 
-    def rounds_copy(self, unit: Unit, stored: torch.dtype) -> tuple[str, int] | None:
-        """Return (codec, first element) by which this rank's part of a copy is rounded; None if it is not."""
-        codec = self.codec_of(unit, stored)
-        return (codec, self.own_cut(unit)[0]) if codec.startswith(FP8) else None
+    def _codec(self, unit: Unit, dtype: torch.dtype, axis: Axis, what: str) -> str:
+        wire = self.precision.wire_along(axis)
+        return "" if wire is None else wire.codec(unit, dtype, what, self._part(unit, axis))
+
+    def _part(self, unit: Unit, axis: Axis) -> int:
+        """Return the elements of a unit that a rank has at the end of an axis at which it is cut."""
+        within = self.within(unit)
+        return unit.size // within.size // (1 if axis == within else self.mesh.replicas.size)
+
+    def start_of(self, unit: Unit, axis: Axis) -> int:
+        """Return the element of a unit at which the part begins that is sent along an axis: the ranks of `within` send
+        all of it, and replicas of one of these ranks its part.
+        """
+        within = self.within(unit)
+        return 0 if axis == within else within.rank * (unit.size // within.size)
+
+    def rounds(self, unit: Unit, storage: StorageSpec) -> bool:
+        """Return whether the copy that parameters hold of a unit has other numbers than its shards: what arrives."""
+        axis = self.copied_over(unit)
+        return axis is not None and bool(self.gathers_as(unit, storage.dtype, axis))
 
     def lies_in_copy(self, unit: Unit, storage: StorageSpec) -> bool:
         """Return whether a shard is a view of the copy; not of one that is rounded."""
-        return storage.lies_in(self.precision.computes(storage.dtype)) and not self.codec_of(unit, storage.dtype)
+        return storage.lies_in(self.precision.computes(storage.dtype)) and not self.rounds(unit, storage)
 
     @property
     def has_copies(self) -> bool:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.maps import AllGather, ReduceScatter, ops, rows_over
+from ..collectives.maps import AllGather, ReduceScatter
+from ..collectives.over_ranks import ops, rows_over
 from ..collectives.stages import OnStage
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import group_for
@@ -24,28 +25,56 @@ from ..geometry.layout import Unit, unravel
 from .spec import Spec
 
 
-def gather_unit(spec: Spec, unit: Unit, x: Tensor, codec: str = "", *, from_copy: bool = False) -> Tensor:
+def gather_unit(
+    spec: Spec, unit: Unit, x: Tensor, stored: torch.dtype | None = None, *, from_copy: bool = False
+) -> Tensor:
     """Return the whole unit, flat: [..., shard] on each rank -> [..., unit.size].
 
-    `codec`: in which form it is sent (`comm.wire`). What is on every rank already is rounded as if it was sent.
-    `from_copy`: `x` is what parameters hold beside their shards: the unit, or a part of it, rounded already.
+    `stored`: of a unit of parameters, the dtype of its shards, which decides the form that is sent (`comm.wire`);
+    None sends it as it is. What is on every rank already is rounded as if it was sent. `from_copy`: `x` is what
+    parameters hold beside their shards: the unit, or a part of it, rounded already.
     """
     steps = spec.steps(unit, from_copy)
     for axis in steps:
-        (x,) = AllGather(axis, unit.name, codec=codec)(x)
+        codec = "" if stored is None else spec.gathers_as(unit, stored, axis)
+        x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis)), x)
     if steps or from_copy:
         return x if steps else x.view_as(x)
+    codec = "" if stored is None else spec.gathers_as(unit, stored, spec.within(unit))
     return ops.as_whole(ops.rounded(x, codec) if codec else x)
 
 
+def _by_row(op: AllGather | ReduceScatter, x: Tensor) -> Tensor:
+    """Run a map; with a codec on each row of [..., n] alone, since blocks of codes do not go over several."""
+    if not op.codec or x.dim() == 1:
+        return op(x)[0]
+    return torch.stack([op(row)[0] for row in x.reshape(-1, x.shape[-1])]).view(*x.shape[:-1], -1)
+
+
+def _call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return op(*args, **kwargs)
+
+
 def gather_in_place(
-    whole: Any, axis: Axis, unit: Unit, codec: str = "", *, call: Callable[..., Any] = lambda op, *args: op(*args)
+    whole: Any, axis: Axis, unit: Unit, *, codec: str = "", start: int = 0, call: Callable[..., Any] = _call
 ) -> None:
     """Start an all-gather over the ranks of an axis into `whole` [size * s], in which each has its own part already:
-    the whole unit, or a part of it that parameters hold as a copy. `call`: what runs an operation, or writes it down.
+    the whole unit, or a part of it that parameters hold as a copy. `codec`, `start`: in which form it is sent, and the
+    element of the unit at which it begins. `call`: what runs an operation, or writes it down.
     """
     to = (axis.rank, axis.size, axis.group, unit.name)
-    call(ops.all_gather_into_.default, whole, *to, *([codec] if codec else []))
+    coded = ((codec,), {"start": start} if start else {}) if codec else ((), {})
+    call(ops.all_gather_into_.default, (whole, *to, *coded[0]), coded[1])
+
+
+def refresh_copy(spec: Spec, unit: Unit, whole: Any, stored: torch.dtype, *, call: Callable[..., Any] = _call) -> None:
+    """Start the all-gather of the copy that parameters hold of a unit, in which each rank has its shard already.
+    `stored`: of the shards.
+    """
+    axis = spec.copied_over(unit)
+    if axis is not None:
+        codec, start = spec.gathers_as(unit, stored, axis), spec.start_of(unit, axis)
+        gather_in_place(whole, axis, unit, codec=codec, start=start, call=call)
 
 
 def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
@@ -57,10 +86,14 @@ def own_sum(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     """flat [..., size] on each rank -> the part of the sum over ranks that this one adds, in rank order: its shard, or
     less of it. Sums of such parts may be added before `stored_sum` makes what is stored of them.
     """
-    axis, replicas, codec = spec.within(unit), spec.mesh.replicas, spec.precision.sends(flat.dtype)
-    shard = ReduceScatter(axis, unit.name, codec=codec)(flat)[0] if axis.size > 1 else ops.as_shard(flat, axis.name)
+    axis, replicas, dtype = spec.within(unit), spec.mesh.replicas, flat.dtype
+    if axis.size > 1:
+        shard = _by_row(ReduceScatter(axis, unit.name, codec=spec.reduces_as(unit, dtype, axis)), flat)
+    else:
+        shard = ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        (shard,) = ReduceScatter(replicas, unit.name, codec=codec)(shard)
+        codec, start = spec.reduces_as(unit, dtype, replicas), spec.start_of(unit, replicas)
+        shard = _by_row(ReduceScatter(replicas, unit.name, codec=codec, start=start), shard)
     return shard
 
 

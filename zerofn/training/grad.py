@@ -18,7 +18,8 @@ from ..capture.advice import instead, not_constant
 from ..capture.float8_products import note_products
 from ..capture.loop import in_parts, loop
 from ..capture.unused import note_gradients
-from ..collectives.maps import heard_transfers, sum_over
+from ..collectives.maps import heard_transfers
+from ..collectives.over_ranks import sum_over
 from ..comm.axes import in_batch
 from ..comm.current_mesh import axes_of
 from ..comm.mesh import Axis, Mesh

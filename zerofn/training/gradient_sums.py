@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.maps import sum_over
+from ..collectives.over_ranks import sum_over
 from ..comm.mesh import Axis
 from ..geometry.layout import Unit
 from ..graph.nested import NO_PARTS, Parts

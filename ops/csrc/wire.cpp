@@ -1,0 +1,136 @@
+// What ranks send, in blocks with a scale: encoded, decoded, and the sum of several. Compiled as kernels.cpp is.
+#include "vectors.h"
+#include "wire.h"
+
+namespace {
+
+const zf_i64 AT_ONCE = 4 * ZF_LANES; // elements; half a block is a multiple
+
+struct Fp32 {
+    typedef zf_u32 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_float(raw(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_bits(first), zf_bits(second)}); }
+};
+struct Bf16 {
+    typedef zf_u16 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_from_bf16(widened(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_bf16(first), zf_near_bf16(second)}); }
+};
+struct Fp16 {
+    typedef zf_u16 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_from_fp16(widened(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
+};
+
+template <int format>
+ZF_FN zf_u code_of(zf_f y) {
+    return format == ZF_FP8 ? zf_wire_fp8(y) : zf_wire_integer(y);
+}
+template <int format>
+ZF_FN zf_f value_of(zf_u code) { // int8: its sign extended; int4: plus 8
+    if (format == ZF_FP8) return zf_wire_of_fp8(code);
+    return __builtin_convertvector((zf_i)code - (format == ZF_INT4 ? 8 : 0), zf_f);
+}
+template <int format>
+ZF_FN zf_u codes_at(const zf_u8 *codes) {
+    return format == ZF_INT8 ? widened((const zf_i8 *)codes) : widened(codes);
+}
+
+template <int format>
+ZF_FN zf_i64 bytes_of(zf_i64 block) {
+    return format == ZF_INT4 ? block / 2 : block;
+}
+
+// A block's elements -> its codes; returns the upper half of its scale's bits.
+template <int format, class Number>
+ZF_FN zf_u16 encode(const typename Number::stored *x, zf_u8 *codes, zf_i64 block) {
+    zf_i largest = {};
+    for (zf_i64 i = 0; i < block; i += ZF_LANES) {
+        zf_i size = (zf_i)(zf_bits(Number::get(x + i)) & ZF_ABS);
+        largest = size > largest ? size : largest;
+    }
+    const zf_u32 scale = zf_wire_scale(largest_of(largest), format);
+    const float inverse = zf_wire_inverse(scale);
+    if (scale > ZF_INF) __builtin_memset(codes, 0, (zf_u64)bytes_of<format>(block));
+    const zf_i64 half = block / 2, size = bytes_of<format>(block);
+    for (zf_i64 i = 0; i < size && scale <= ZF_INF; i += AT_ONCE) {
+        zf_u now[4];
+        for (int k = 0; k < 4; ++k) {
+            const zf_i64 at = i + k * ZF_LANES;
+            now[k] = code_of<format>(Number::get(x + at) * inverse);
+            if (format == ZF_INT4)
+                now[k] = ((now[k] + 8u) & 0xFu) | (code_of<format>(Number::get(x + half + at) * inverse) + 8u) << 4;
+        }
+        put_low_bytes(codes + i, now);
+    }
+    return (zf_u16)(scale >> 16);
+}
+
+// Elements of a block from `at` on, a vector of them -> their values.
+template <int format>
+ZF_FN zf_f value_at(const zf_u8 *codes, zf_i64 at, zf_i64 block, zf_u16 scale) {
+    const float by = zf_float_of((zf_u32)scale << 16);
+    if (format != ZF_INT4) return value_of<format>(codes_at<format>(codes + at)) * by;
+    const zf_i64 half = block / 2;
+    const zf_u both = codes_at<format>(codes + (at < half ? at : at - half));
+    return value_of<format>(at < half ? both & 0xFu : both >> 4) * by;
+}
+
+template <int format, class Number>
+void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block) {
+    const typename Number::stored *x = (const typename Number::stored *)from;
+    for (zf_i64 b = first; b < last; ++b)
+        scales[b] = encode<format, Number>(x + b * block, codes + b * bytes_of<format>(block), block);
+}
+
+template <int format, class Number>
+void decode_all(const zf_u8 *codes, const zf_u16 *scales, void *to, zf_i64 first, zf_i64 last, zf_i64 block) {
+    typename Number::stored *x = (typename Number::stored *)to;
+    for (zf_i64 b = first; b < last; ++b)
+        for (zf_i64 i = 0; i < block; i += 2 * ZF_LANES) {
+            const zf_u8 *of = codes + b * bytes_of<format>(block);
+            zf_f now = value_at<format>(of, i, block, scales[b]);
+            Number::set(x + b * block + i, now, value_at<format>(of, i + ZF_LANES, block, scales[b]));
+        }
+}
+
+template <int format>
+void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num, zf_u32 *out, zf_i64 first,
+             zf_i64 last, zf_i64 block) {
+    for (zf_i64 b = first; b < last; ++b)
+        for (zf_i64 i = 0; i < block; i += ZF_LANES) {
+            const zf_i64 at = b * bytes_of<format>(block);
+            zf_f total = value_at<format>(codes[0] + at, i, block, scales[0][b]);
+            for (zf_i64 k = 1; k < num; ++k) total += value_at<format>(codes[k] + at, i, block, scales[k][b]);
+            put(out + b * block + i, zf_bits(total));
+        }
+}
+
+#define ZF_EACH_FORMAT(call)                                                                                           \
+    format == ZF_INT8 ? call(ZF_INT8) : format == ZF_INT4 ? call(ZF_INT4) : call(ZF_FP8)
+#define ZF_EACH_NUMBER(function, format, ...)                                                                          \
+    (number == ZF_FP32   ? function<format, Fp32>(__VA_ARGS__)                                                         \
+     : number == ZF_BF16 ? function<format, Bf16>(__VA_ARGS__)                                                         \
+                         : function<format, Fp16>(__VA_ARGS__))
+
+} // namespace
+
+// Blocks [first, last) of numbers of a kind, zf_number.
+ZF_API void ZF_NAME(zf_wire_encode)(const void *x, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last,
+                                    zf_i64 block, zf_i32 format, zf_i32 number) {
+#define ENCODE(format) ZF_EACH_NUMBER(encode_all, format, x, codes, scales, first, last, block)
+    ZF_EACH_FORMAT(ENCODE);
+}
+
+ZF_API void ZF_NAME(zf_wire_decode)(const zf_u8 *codes, const zf_u16 *scales, void *x, zf_i64 first, zf_i64 last,
+                                    zf_i64 block, zf_i32 format, zf_i32 number) {
+#define DECODE(format) ZF_EACH_NUMBER(decode_all, format, codes, scales, x, first, last, block)
+    ZF_EACH_FORMAT(DECODE);
+}
+
+// The sum of what `num` ranks have sent, in their order: fp32.
+ZF_API void ZF_NAME(zf_wire_sum)(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num, zf_u32 *out,
+                                 zf_i64 first, zf_i64 last, zf_i64 block, zf_i32 format) {
+#define SUM(format) sum_all<format>(codes, scales, num, out, first, last, block)
+    ZF_EACH_FORMAT(SUM);
+}

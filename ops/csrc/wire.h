@@ -1,0 +1,79 @@
+/* How ranks send numbers in 8 or 4 bits: blocks of 128 to 2,048 elements, each with one scale, a bfloat16.
+ *
+ * int8    codes -127 to 127, times the scale.
+ * int4    codes -7 to 7, times the scale; stored plus 8, and two in a byte: the lower half of byte i is element i of
+ *         the block, the upper half is element i + block / 2.
+ * fp8     float8 e4m3, times the scale, which is a power of two.
+ *
+ * The scale of integers is (the largest magnitude) / 127 or / 7, rounded to bfloat16. That is off by 2^-9 at most, so the
+ * largest element still has the top code, a product of code and scale is exact in fp32, and encoding what was decoded
+ * gives the same codes and scale. A block that is too small for a scale is of zeros. One with a NaN or inf is of NaN.
+ */
+#ifndef ZEROFN_WIRE_H
+#define ZEROFN_WIRE_H
+
+#include "formats.h"
+
+enum zf_wire { ZF_INT8, ZF_INT4, ZF_FP8 };
+
+#define ZF_LEAST_SCALE 0x0D800000u /* 2^-100: no product of a scale and a code is a denormal number */
+#define ZF_TOP_CODE(format) ((format) == ZF_INT8 ? 127.0f : 7.0f)
+#define ZF_MAGIC 12582912.0f /* 1.5 * 2^23: a sum with it rounds to an integer, which its lowest bits are */
+
+ZF_FN zf_u32 zf_bits_of(float x) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(x);
+#else
+    zf_u32 bits;
+    __builtin_memcpy(&bits, &x, 4);
+    return bits;
+#endif
+}
+ZF_FN float zf_float_of(zf_u32 bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+#endif
+}
+
+/* The bits of the largest magnitude of a block -> the bits of its scale, the lower half of which is zero. */
+ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format) {
+    if (top >= ZF_INF) return ZF_NAN;
+    if (format == ZF_FP8) { /* the least power of two with top <= 448 * scale */
+        zf_u32 power = (top + 0x001FFFFFu) & ZF_INF, least = ZF_LEAST_SCALE + 0x04000000u;
+        return top == 0u ? 0u : (power > least ? power : least) - 0x04000000u;
+    }
+    zf_u32 scale = zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format));
+    if (scale < ZF_LEAST_SCALE) return 0u;
+    /* Near the largest number of all it is rounded down, so that no product is inf. */
+    return (top > 0x7F000000u ? scale : scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
+}
+
+/* What elements are multiplied by to be encoded; 0 where every code is to be that of zero. */
+ZF_FN float zf_wire_inverse(zf_u32 scale) {
+    return scale == 0u || scale > ZF_INF ? 0.0f : 1.0f / zf_float_of(scale);
+}
+
+/* An element times the inverse -> the integer nearest to it, ties to even, as 32 bits. */
+ZF_FN zf_u zf_wire_integer(zf_f y) { return zf_bits(y + ZF_MAGIC) - 0x4B400000u; }
+
+/* An element times the inverse, at most 448 -> the nearest e4m3, ties to even. Below 2^-6, the least normal one, a sum
+ * with a number of the right exponent rounds. */
+ZF_FN zf_u zf_wire_fp8(zf_f y) {
+    zf_u bits = zf_bits(y), size = bits & ZF_ABS, sign = bits >> 24 & 0x80u;
+    zf_u normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - 960u; /* 120 octaves of 8 codes */
+    zf_u small = zf_bits(zf_float(size) + 16384.0f) - 0x46800000u;      /* a bit of 2^14 is 2^-9 */
+    return sign | (size < 0x3C800000u ? small : normal);
+}
+
+/* What an e4m3 of 8 bits stands for. Of those without a leading one, half of what it would be is added with it. */
+ZF_FN zf_f zf_wire_of_fp8(zf_u code) {
+    zf_u size = code & 0x7Fu, bits = (size << 20) + 0x3C000000u; /* of 2^-7 and more */
+    zf_u small = zf_bits((zf_float(bits) - 0.0078125f) * 2.0f);
+    return zf_float((size < 8u ? small : bits) | (code & 0x80u) << 24);
+}
+
+#endif

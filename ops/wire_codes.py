@@ -1,0 +1,196 @@
+"""What ranks send in 8 or 4 bits: blocks of elements with one scale each. The formats are in `csrc/wire.h`.
+
+On the CPU the library does it, on GPUs the kernels; where these are missing, torch's operations, with the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cpu, cuda, native
+from .kernel_args import GRADIENTS, check_tensor
+
+FORMATS = ("int8", "int4", "fp8")  # zf_wire
+BLOCKS = (128, 256, 512, 1024, 2048)  # elements; shards start at multiples of the largest
+_TOP = {"int8": 127.0, "int4": 7.0}
+_LEAST = 2.0**-100  # scale
+_AT_ONCE = 1 << 12  # blocks: torch's operations take some bytes an element beside
+_MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000
+
+
+class Codes(NamedTuple):
+    """A tensor as it is sent. `codes`: uint8, a byte an element, with int4 half of one. `scales`: bfloat16, one for
+    each block of `block` elements.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    format: str
+    block: int
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.scales.numel() * self.block
+
+    def check(self, what: str, size: int, device: torch.device) -> None:
+        """Raise `ValueError` or `TypeError` unless these can be the codes of so many elements."""
+        if self.format not in FORMATS or self.block not in BLOCKS or size % self.block:
+            raise ValueError(
+                f"{what}: {size} elements as {self.format!r} in blocks of {self.block}; formats are "
+                f"{', '.join(FORMATS)}, and a block of {', '.join(map(str, BLOCKS))} elements divides them."
+            )
+        check_tensor(f"{what}: codes", self.codes, (torch.uint8,), size * bits(self.format) // 8, device)
+        check_tensor(f"{what}: scales", self.scales, (torch.bfloat16,), size // self.block, device)
+
+
+def bits(format: str) -> int:
+    """Return the bits of an element's code."""
+    return 4 if format == "int4" else 8
+
+
+def encode(x: Tensor, out: Codes) -> None:
+    """fp32, bf16 or fp16 [size] -> its codes and scales, rounded to nearest, ties to even."""
+    check_tensor("wire encode: x", x, GRADIENTS, device=x.device)
+    out.check("wire encode", x.numel(), x.device)
+    if _on_cpu(x):
+        _in_blocks("wire_encode", x, out.codes, out.scales, of=out, number=x)
+    elif _on_gpu(x):
+        how = (out.scales.numel(), out.block, FORMATS.index(out.format))
+        cuda.launch("wire_encode", x.device, out.scales.numel(), x, _number(x), out.codes, out.scales, *how)
+    else:
+        for a in range(0, x.numel(), _AT_ONCE * out.block):
+            b = min(a + _AT_ONCE * out.block, x.numel())
+            _encode(x[a:b], _part(out, a, b))
+
+
+def decode(given: Codes, out: Tensor) -> None:
+    """What `encode` made -> fp32, bf16 or fp16 [size], the latter two rounded to nearest, ties to even."""
+    check_tensor("wire decode: out", out, GRADIENTS, device=out.device)
+    given.check("wire decode", out.numel(), out.device)
+    if _on_cpu(out):
+        _in_blocks("wire_decode", given.codes, given.scales, out, of=given, number=out)
+    elif _on_gpu(out):
+        how = (_number(out), out.numel(), given.block, FORMATS.index(given.format))
+        cuda.launch("wire_decode", out.device, _warps(out), given.codes, given.scales, out, *how)
+    else:
+        for a in range(0, out.numel(), _AT_ONCE * given.block):
+            b = min(a + _AT_ONCE * given.block, out.numel())
+            out[a:b].copy_(_decoded(_part(given, a, b)))
+
+
+def sum_(rows: Sequence[Codes], out: Tensor) -> None:
+    """Write the sum of what ranks have sent, decoded and added in their order in fp32, to `out`, fp32 [size]."""
+    check_tensor("wire sum: out", out, (torch.float32,), device=out.device)
+    first = rows[0]
+    for row in rows:
+        row.check("wire sum", out.numel(), out.device)
+    if _on_cpu(out):
+        addresses = [(ctypes.c_void_p * len(rows))(*[row[k].data_ptr() for row in _tensors(rows)]) for k in (0, 1)]
+        function, format = native.kernel("wire_sum"), FORMATS.index(first.format)
+
+        def part(a: int, b: int) -> None:
+            function(*addresses, len(rows), out.data_ptr(), a // first.block, b // first.block, first.block, format)
+
+        native.in_parts(out.numel(), part, first.block)
+    elif _on_gpu(out) and (stride := _stride(rows)) is not None:
+        how = (out.numel(), first.block, FORMATS.index(first.format))
+        cuda.launch("wire_sum", out.device, _warps(out), first.codes, first.scales, stride, len(rows), out, *how)
+    else:
+        decode(first, out)
+        for row in rows[1:]:
+            now = torch.empty_like(out)
+            decode(row, now)
+            out.add_(now)
+
+
+def _tensors(rows: Sequence[Codes]) -> list[tuple[Tensor, Tensor]]:
+    return [(row.codes, row.scales) for row in rows]
+
+
+def _stride(rows: Sequence[Codes]) -> int | None:
+    """Return the bytes from each row's codes to the next one's, if they are as many for all, and for scales."""
+    places = [[row[k].data_ptr() for row in _tensors(rows)] for k in (0, 1)]
+    apart = {b - a for each in places for a, b in itertools.pairwise(each)}
+    return next(iter(apart), 0) if len(apart) < 2 else None
+
+
+def _on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu" and cpu.missing() is None
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and cuda.missing() is None
+
+
+def _number(x: Tensor) -> int:
+    return GRADIENTS.index(x.dtype)
+
+
+def _warps(x: Tensor) -> int:
+    return -(-x.numel() // 256)
+
+
+def _in_blocks(name: str, *tensors: Tensor, of: Codes, number: Tensor) -> None:
+    """Call the library's function on all blocks, on several threads."""
+    function, how = native.kernel(name), (of.block, FORMATS.index(of.format), _number(number))
+    addresses = [x.data_ptr() for x in tensors]
+    native.in_parts(of.size, lambda a, b: function(*addresses, a // of.block, b // of.block, *how), of.block)
+
+
+# --- in torch's operations ---------------------------------------------------------------------
+
+
+def _part(x: Codes, a: int, b: int) -> Codes:
+    """Elements [a, b) of it, whole blocks."""
+    per = 8 // bits(x.format)
+    return x._replace(codes=x.codes[a // per : b // per], scales=x.scales[a // x.block : b // x.block])
+
+
+def _encode(x: Tensor, out: Codes) -> None:
+    blocks = x.float().view(-1, out.block)
+    scale = _scale(blocks.abs().amax(1), out.format)
+    usual = (scale > 0) & scale.isfinite()
+    y = blocks * torch.where(usual, 1.0 / scale, 0.0)[:, None]
+    y = torch.where(scale.isfinite()[:, None], y, 0.0)
+    out.scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+    if out.format == "fp8":
+        codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = ((y + _MAGIC).view(torch.int32) - _MAGIC_BITS).to(torch.int8).view(torch.uint8)
+    if out.format == "int4":
+        low, high = (codes + 8).view(-1, 2, out.block // 2).unbind(1)
+        codes = low | high << 4
+    spoiled = scale.isnan().view(-1, *[1] * (codes.dim() - 1))
+    out.codes.copy_(torch.where(spoiled, 0, codes).view(-1))
+
+
+def _scale(top: Tensor, format: str) -> Tensor:
+    """The largest magnitudes of blocks, fp32 -> their scales, fp32 numbers that bfloat16 has."""
+    if format == "fp8":
+        octaves = 8 << 23
+        power = ((top.view(torch.int32) + 0x1FFFFF) & 0x7F800000).clamp(min=(27 << 23) + octaves) - octaves
+        scale = torch.where(top > 0, power.view(torch.float32), 0.0)
+    else:
+        scale = top / _TOP[format]
+        near, down = scale.bfloat16().float(), (scale.view(torch.int32) & -0x10000).view(torch.float32)
+        scale = torch.where(scale < _LEAST, 0.0, torch.where(top > 2.0**127, down, near))
+    return torch.where(top.isfinite(), scale, torch.nan)
+
+
+def _decoded(given: Codes) -> Tensor:
+    codes = given.codes
+    if given.format == "fp8":
+        values = codes.view(torch.float8_e4m3fn).float()
+    elif given.format == "int8":
+        values = codes.view(torch.int8).float()
+    else:
+        halves = codes.view(-1, given.block // 2)
+        values = torch.stack([halves & 15, halves >> 4], 1).float().sub_(8.0)
+    return (values.view(-1, given.block) * given.scales.float()[:, None]).view(-1)

@@ -1,0 +1,164 @@
+"""What ranks send in 8 or 4 bits, beside torch's casts, integers of float64, and the same in torch's operations."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.support import kernel_cases as cases
+from zerofn.ops import cpu, native, wire_codes
+from zerofn.ops.wire_codes import BLOCKS, FORMATS, Codes, bits
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])
+
+
+@pytest.fixture(autouse=True)
+def chosen(request, monkeypatch):
+    isa = request.node.callspec.params.get("isa") if hasattr(request.node, "callspec") else None
+    if isa and isa != "torch":
+        monkeypatch.setenv("ZEROFN_ISA", isa)
+
+
+def room(size, format, block):
+    codes = torch.full((size * bits(format) // 8,), 99, dtype=torch.uint8)
+    return Codes(codes, torch.full((size // block,), 99.0, dtype=torch.bfloat16), format, block)
+
+
+def encoded(x, format, block):
+    out = room(x.numel(), format, block)
+    wire_codes.encode(x, out)
+    return out
+
+
+def decoded(given, dtype=torch.float32):
+    out = torch.full((given.size,), -1.0, dtype=dtype)
+    wire_codes.decode(given, out)
+    return out
+
+
+def numbers(size, seed=0, dtype=torch.float32):
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, generator=rng) * torch.exp(2 * torch.randn(size, generator=rng))
+    return x.to(dtype)
+
+
+def by_float64(x, format, block):
+    """A block's elements over its scale, which float64 and torch's cast to bfloat16 decide."""
+    blocks = x.double().view(-1, block)
+    top = blocks.abs().amax(1, keepdim=True)
+    if format == "fp8":
+        scale = torch.exp2(torch.ceil(torch.log2(top / 448)))
+        return ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).view(-1), scale
+    most = 127 if format == "int8" else 7
+    scale = (top.float() / most).bfloat16().double()
+    return ((blocks / scale).round() * scale).view(-1), scale
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_arrives_is_what_float64_says(format, dtype, isa):
+    """Off by half a step at most; where two codes are equally near, or nearly so, either."""
+    for block in BLOCKS:
+        x = numbers(6 * block, dtype=dtype)
+        want, scale = by_float64(x, format, block)
+        found = decoded(encoded(x, format, block))
+        far = (found.double() - want).abs().view(-1, block) / scale
+        assert (far > 1e-3).float().mean() < (0 if format == "fp8" else 2e-3) + 1e-9, block
+        if format != "fp8":
+            assert ((found.double() - x.double()).view(-1, block) / scale).abs().max() <= 0.5 + 1e-4
+        top = x.float().abs().view(-1, block).amax(1)
+        assert torch.allclose(found.abs().view(-1, block).amax(1), top, rtol=2**-8 if format != "fp8" else 1 / 16)
+
+
+@each_isa
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_was_decoded_arrives_as_it_is(format, isa):
+    """For any magnitude, so that a rank may send on what it has received."""
+    for block, scale in itertools.product((128, 2048), (1e-38, 1e-31, 1e-20, 1.0, 3e37)):
+        once = decoded(encoded(numbers(4 * block, 1).clamp(-10, 10) * scale, format, block))
+        assert torch.equal(decoded(encoded(once, format, block)), once), (block, scale)
+
+
+@pytest.mark.skipif(cpu.missing() is not None, reason=str(cpu.missing()))
+@each_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_instruction_set_has_the_bits_of_torchs_operations(format, dtype, isa, monkeypatch):
+    for block in BLOCKS:
+        x = torch.cat([numbers(3 * block, 2), cases.wild(5 * block, 3)])
+        x[3 * block + 7], x[4 * block + 1], x[5 * block : 6 * block] = torch.inf, torch.nan, 0.0
+        x[6 * block] = torch.finfo(torch.float32).max
+        x = x.to(dtype)
+        found = encoded(x, format, block)
+        values = [decoded(found, each) for each in DTYPES]
+        rows = [encoded(numbers(8 * block, k) * 10.0**k, format, block) for k in range(3)]
+        total = torch.empty(8 * block)
+        wire_codes.sum_(rows, total)
+        with monkeypatch.context() as without:
+            without.setattr(wire_codes.cpu, "missing", lambda: "not there")
+            want = encoded(x, format, block)
+            assert torch.equal(found.codes, want.codes), block
+            assert torch.equal(found.scales.view(torch.int16), want.scales.view(torch.int16)), block
+            for each, value in zip(DTYPES, values, strict=True):
+                expected = decoded(want, each)
+                assert torch.equal(value.isnan(), expected.isnan())
+                assert torch.equal(value.nan_to_num(), expected.nan_to_num()), (block, each)
+            expected = torch.empty_like(total)
+            wire_codes.sum_(rows, expected)
+            assert torch.equal(total, expected)
+
+
+@each_isa
+@pytest.mark.parametrize("format", FORMATS)
+def test_sums_are_in_float32_and_in_order(format, isa):
+    for num in (1, 2, 5):
+        rows = [encoded(numbers(3 * 256, k) * 100.0**k, format, 256) for k in range(num)]
+        want = decoded(rows[0])
+        for row in rows[1:]:
+            want = want + decoded(row)
+        found = torch.empty_like(want)
+        wire_codes.sum_(rows, found)
+        assert torch.equal(found, want)
+
+
+@each_isa
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_not_finite_spoils_its_block_alone(format, isa):
+    x = torch.ones(4 * 128)
+    x[3], x[200], x[256:384] = -torch.inf, torch.nan, 0.0
+    found = decoded(encoded(x, format, 128)).view(4, 128)
+    assert found[:2].isnan().all() and not found[2].any() and torch.allclose(found[3], torch.ones(128), rtol=2**-8)
+
+
+def test_threads_change_no_bit():
+    x, before = numbers(2**19 + 2048), torch.get_num_threads()
+    for format in FORMATS:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            once = encoded(x, format, 2048)
+            total = torch.empty_like(x)
+            wire_codes.sum_([once, once], total)
+            found.append((once.codes, once.scales, decoded(once), total))
+        torch.set_num_threads(before)
+        assert all(map(torch.equal, *found))
+
+
+def test_bytes():
+    sizes = {format: encoded(numbers(2048), format, 256) for format in FORMATS}
+    assert {k: x.codes.nbytes + x.scales.nbytes for k, x in sizes.items()} == {"int8": 2064, "int4": 1040, "fp8": 2064}
+
+
+def test_wrong_arguments_are_refused():
+    x = torch.ones(512)
+    with pytest.raises(ValueError, match="512 elements as 'int3' in blocks of 256; formats are int8, int4, fp8"):
+        wire_codes.encode(x, Codes(*room(512, "int8", 256)[:2], "int3", 256))
+    with pytest.raises(ValueError, match="blocks of 100"):
+        wire_codes.encode(x, room(512, "int8", 256)._replace(block=100))
+    with pytest.raises(ValueError, match="codes must have 512 elements, and 256 came"):
+        wire_codes.encode(x, room(256, "int8", 256))
+    with pytest.raises(TypeError, match="x must be"):
+        wire_codes.encode(x.double(), room(512, "int8", 256))
+    assert native.missing() is None or "not used" in str(native.missing())

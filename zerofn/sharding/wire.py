@@ -1,0 +1,188 @@
+"""`Wire`: in which form units travel between ranks, along each axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ..comm.block_wire import name_of
+from ..comm.mesh import Axis, Mesh
+from ..geometry.layout import Leaf, Unit
+from ..ops.wire_codes import BLOCKS
+from ..util.arguments import check_fields, told
+from ..util.errors import nearest
+
+GATHERS = ("bf16", "fp8", "int8", "int4")
+REDUCES = ("bf16", "fp8", "int8")
+_CODED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """In which form ranks send units: parameters where they are gathered, gradients where they are reduced.
+
+    `gather`: "bf16", "fp8", "int8", "int4" or None, which sends them as they are. `reduce`: the same without "int4".
+
+    "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
+    each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
+    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. Numbers are rounded to nearest. A block with a NaN
+    or inf arrives as NaN.
+
+    Leaves of fewer than `smallest` elements, such as norms and biases, travel as they are, and so do units of integers
+    or of float64.
+
+    Raises `ValueError` for an unknown form, or a block of another size; `TypeError` for what is no such argument.
+
+    >>> Wire(gather="int8", reduce="fp8")
+    zerofn.Wire(gather='int8', reduce='fp8')
+    """
+
+    gather: str | None = None
+    reduce: str | None = None
+    block: int = 256
+    smallest: int = 16_384
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for what, form, known in (("gather", self.gather, GATHERS), ("reduce", self.reduce, REDUCES)):
+            if form is not None and form not in known:
+                near = "'int8'" if form == "int4" else repr(nearest(form, known, 1, 0.0)[0])
+                why = "sums need more than 4 bits" if form == "int4" else f"forms are {', '.join(known)} and None"
+                raise ValueError(f"zerofn.Wire: {what}={form!r} is not known: {why}; write {what}={near}.")
+        if self.block not in BLOCKS:
+            raise ValueError(
+                f"zerofn.Wire: block={self.block} does not divide every shard into blocks; it can be "
+                f"{', '.join(map(str, BLOCKS))}."
+            )
+        if self.smallest < 0:
+            raise ValueError(f"zerofn.Wire: smallest={self.smallest} elements cannot be negative; write smallest=0.")
+
+    def __repr__(self) -> str:
+        shown = [f"{k}={v!r}" for k, v in vars(self).items() if v != getattr(Wire, k)]
+        return f"zerofn.Wire({', '.join(shown)})"
+
+    def __str__(self) -> str:
+        if self.gather == self.reduce:
+            return str(self.gather)
+        return f"{self.gather or 'none'} to gather, {self.reduce or 'none'} to reduce"
+
+    def codec(self, unit: Unit, dtype: torch.dtype, what: str, part: int) -> str:
+        """Return the codec (`comm.wire`) by which a unit is sent in a dtype, or parts of it; "" if as it is.
+
+        `what`: "gather" or "reduce". `part`: elements that a rank has at the end that is cut.
+        """
+        form = self.gather if what == "gather" else self.reduce
+        if form == "bf16":
+            return "bf16" if dtype is torch.float32 else ""
+        if form is None or dtype not in _CODED:
+            return ""
+        return _named(unit, form, block_in(part, self.block), self.smallest)
+
+
+def block_in(part: int, block: int) -> int:
+    """Return the size of blocks, at most `block`, that divide a part of a unit: parts are of whole blocks of 128."""
+    return next(x for x in reversed(BLOCKS) if x <= block and part % x == 0)
+
+
+def codec_of(unit: Unit, form: str, block: int, codes: Callable[[Leaf], bool]) -> str:
+    """Return the codec of a unit in which blocks with a part of a leaf that `codes` leaves out travel as they are."""
+    plain = [(x.offset, x.stop) for x in unit.leaves if not codes(x)]
+    return name_of(form, block, unit.size, plain) if len(plain) < len(unit.leaves) else ""
+
+
+@lru_cache(maxsize=4096)
+def _named(unit: Unit, form: str, block: int, smallest: int) -> str:
+    return codec_of(unit, form, block, lambda leaf: leaf.numel >= smallest)
+
+
+class WireByAxis(Mapping[str, Wire]):
+    """A `Wire` for each axis that has one, as `shard(wire={...})` says it."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = {name: wire for name, x in given.items() if (wire := wire_of(x)) is not None}
+
+    def __getitem__(self, name: str) -> Wire:
+        return self._given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._given)
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._given.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._given)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{wire} along {name}" for name, wire in self.items())
+
+
+Given = Wire | WireByAxis | None
+
+
+def given(wire: Any) -> Given:
+    """Return what `shard(wire=...)` means. Raises `TypeError` or `ValueError` for what is no form."""
+    return wire if isinstance(wire, WireByAxis) else WireByAxis(wire) if isinstance(wire, Mapping) else wire_of(wire)
+
+
+def hashable(wire: Any) -> Any:
+    """Return what `shard(wire=...)` is given so that it is a key: a dict as a `WireByAxis`."""
+    return WireByAxis(wire) if isinstance(wire, Mapping) else wire
+
+
+def wire_of(wire: Any) -> Wire | None:
+    """Return a `Wire` for a word, a `Wire` or None."""
+    if wire is None or isinstance(wire, Wire):
+        return wire
+    if not isinstance(wire, str):
+        raise TypeError(
+            f"wire: expected a word such as 'int8', a zerofn.Wire, a dict from axis to these, or None; got "
+            f"{told(wire)}."
+        )
+    if wire == "int4":
+        raise ValueError(
+            "wire='int4' is for gathers alone: sums need more than 4 bits. Write wire=zerofn.Wire(gather='int4', "
+            "reduce='int8')."
+        )
+    if wire not in REDUCES:
+        raise ValueError(
+            f"wire={wire!r} is not known; did you mean {nearest(wire, REDUCES, 1, 0.0)[0]!r}? Leave it out to send "
+            "everything as it is."
+        )
+    return Wire(wire, wire)
+
+
+def along(wire: Given, axis: Axis) -> Wire | None:
+    """Return the form in which units travel along an axis, perhaps one for several."""
+    if not isinstance(wire, WireByAxis):
+        return wire
+    return next((wire.get(name) for name in axis.names), None)
+
+
+def check_axes(wire: Given, mesh: Mesh) -> None:
+    """Raise `ValueError` for an axis that a mesh lacks or along which no unit is sent, and for two forms of axes that
+    are one transfer.
+    """
+    if not isinstance(wire, WireByAxis):
+        return
+    for name in wire:
+        axis = mesh.axis(name)
+        if not axis.kind.shards and not axis.kind.replicas:
+            raise ValueError(
+                f"shard: wire={{{name!r}: ...}} codes what is sent of units, and along {name!r} ranks send one another "
+                "activations alone; leave it out."
+            )
+    for whole in (mesh.shards, mesh.shards_of_experts, mesh.replicas):
+        forms = {name: wire.get(name) for name in whole.names if mesh.size(name) > 1}
+        if len(set(forms.values())) > 1:
+            raise ValueError(
+                f"shard: units are sent along {' and '.join(map(repr, forms))} in one transfer, which has one form; "
+                f"got {forms}."
+            )
