@@ -205,17 +205,19 @@ def test_every_stage_gives_the_bits_of_torch_with_blocks_of_codes(ranks, size, n
     ranks(size, every_stage_in_blocks, name)
 
 
-def with_microbatches(reduce):
-    want = by_torch(zerofn.world_size(), 4, reduce)
+def with_microbatches(reduce, name):
+    wire = BLOCKS.get(name, name)
+    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
+    want = by_torch(zerofn.world_size(), 4, reduce, code, code_gradients)
     for stage in range(4):
-        assert_same_trees(trained(*started(stage, 4, reduce=reduce)), want, f"stage {stage}")
+        assert_same_trees(trained(*started(stage, 4, reduce=reduce, wire=wire)), want, f"stage {stage}")
 
 
 @pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("reduce", ["step", "microbatch"])
-def test_microbatches_are_rounded_as_often_as_they_are_sent(ranks, size, reduce):
-    ranks(size, with_microbatches, reduce)
+@pytest.mark.parametrize("reduce, name", [("step", "bf16"), ("microbatch", "bf16"), ("microbatch", "int8")])
+def test_microbatches_are_rounded_as_often_as_they_are_sent(ranks, size, reduce, name):
+    ranks(size, with_microbatches, reduce, name)
 
 
 def sent_by_a_step(stage, **options):
@@ -362,6 +364,26 @@ def test_an_axis_has_a_form_of_its_own(ranks):
     ranks(4, between_nodes_alone)
 
 
+def half_precision_in_blocks():
+    """What is computed in bfloat16 is coded, too: a step sends a little more than half, and all stages are alike."""
+    module, found, sent = build(3), {}, {}
+    batch = {k: x.bfloat16() for k, x in batch_of(zerofn.rank()).items()}
+    for stage in range(4):
+        state = state_of(module, stage, precision="bf16", wire=zerofn.Wire("int8", "int8", block=128, smallest=100))
+        step = zerofn.compile(train_step_of(module))
+        plain = zerofn.compile(train_step_of(module)).lower(state_of(module, stage, precision="bf16"), batch)
+        sent[stage] = step.lower(state, batch).sent / plain.sent
+        for _ in range(STEPS):
+            state, _ = step(state, batch)
+        found[stage] = zerofn.unshard(state.params)
+        assert_same_trees(found[stage], found[0], f"stage {stage}")
+    assert max(sent[k] for k in (1, 2, 3)) < 0.45
+
+
+def test_units_in_half_precision_are_sent_in_blocks(ranks):
+    ranks(2, half_precision_in_blocks)
+
+
 def beside_half_precision():
     """Gradients of a model in bfloat16 are numbers of bfloat16: where they are sent as such, not a bit changes."""
     module = build(3)
@@ -382,8 +404,9 @@ def test_gradients_of_a_model_in_half_precision_are_sent_so(ranks):
     ranks(2, beside_half_precision)
 
 
-def offloaded(folder):
-    want = trained(*started(3, tx=optim.adamw(1e-2)))
+def offloaded(folder, name):
+    wire = BLOCKS.get(name, name)
+    want = trained(*started(3, tx=optim.adamw(1e-2), wire=wire))
     drives = {"optimizer": "nvme", "path": folder}
     for stage, tiers in (
         (3, drives),
@@ -391,16 +414,19 @@ def offloaded(folder):
         (0, {**drives, "params": "nvme"}),
         (1, drives),
     ):
-        found = trained(*started(stage, tx=optim.adamw(1e-2), offload=zerofn.Offload(**tiers)))
+        found = trained(*started(stage, tx=optim.adamw(1e-2), offload=zerofn.Offload(**tiers), wire=wire))
         assert_same_trees(found, want, f"stage {stage}, {tiers}")
 
 
-def test_offloading_changes_no_bit(ranks, tmp_path):
-    ranks(2, offloaded, str(tmp_path))
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_offloading_changes_no_bit(ranks, tmp_path, name):
+    ranks(2, offloaded, str(tmp_path), name)
 
 
-def second_derivatives():
+def second_derivatives(name):
     """A Hessian-vector product, beside plain torch's at the rounded point, along the rounded direction."""
+    wire = BLOCKS.get(name, name)
+    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
     net, size = model(), zerofn.world_size()
     draw = torch.Generator().manual_seed(5)
     params = {k: p.detach() for k, p in net.named_parameters()}
@@ -410,17 +436,18 @@ def second_derivatives():
         gradient = torch.func.grad(lambda p: functional_call(net, gather(p), (rows(rank),)).square().mean())
         return torch.func.jvp(gradient, (params,), (along,))[1]
 
-    at, direction = ({k: rounded(x) for k, x in xs.items()} for xs in (params, along))
-    each = [product(dict, rank, at, direction) for rank in range(size)]
-    want = {k: _sum(rounded(x[k]) for x in each) / size for k in params}
+    at, direction = (dict(zip(xs, code(list(xs.values())), strict=True)) for xs in (params, along))
+    each = [code_gradients(list(product(dict, rank, at, direction).values())) for rank in range(size)]
+    want = {k: _sum(x) / size for k, x in zip(params, zip(*each, strict=True), strict=True)}
     for stage in range(4):
-        state = zerofn.shard({"params": params, "along": along}, stage=stage, wire="bf16")
+        state = zerofn.shard({"params": params, "along": along}, stage=stage, wire=wire)
         found = product(zerofn.gather, zerofn.rank(), state["params"], state["along"])
         assert_same_trees(zerofn.unshard(found), want, f"stage {stage}")
 
 
-def test_higher_derivatives_are_those_at_the_rounded_point(ranks):
-    ranks(2, second_derivatives)
+@pytest.mark.parametrize("name", ["bf16", "int4"])
+def test_higher_derivatives_are_those_at_the_rounded_point(ranks, name):
+    ranks(2, second_derivatives, name)
 
 
 def different():

@@ -106,3 +106,17 @@ def test_what_was_planned_is_what_runs():
     plan = step.lower(state, batch_of())
     step(state, batch_of())
     assert len(captures_of(step)) == 1 and captures_of(step)[0].program is plan.program
+
+
+def units_in_their_forms():
+    """Units with a leaf that is large enough are coded."""
+    step, state = plan_of(wire=zerofn.Wire("int4", "int8", smallest=200))
+    text = step.lower(state, batch_of()).text()
+    assert "    gathered as int4 in blocks of 256: " in text and "    reduced as int8 in blocks of 256: " in text
+    assert "as they are" not in text
+    step, state = plan_of(wire=zerofn.Wire("int4", "int8"))
+    assert "in blocks" not in step.lower(state, batch_of()).text()
+
+
+def test_a_plan_says_which_units_are_sent_in_which_form(ranks):
+    ranks(2, units_in_their_forms)

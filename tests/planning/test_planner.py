@@ -185,12 +185,16 @@ def test_what_is_sent_in_fewer_bytes_is_planned_so():
     """Stage 3 of four ranks: half the bytes of float32, and the call says how."""
     found = [planned(stage=3, world=4, precision=zerofn.Precision(wire=wire)).best for wire in (None, "bf16")]
     assert sum(found[1].sent.values()) / sum(found[0].sent.values()) == pytest.approx(0.5, abs=0.01)
-    assert "precision=zerofn.Precision(wire='bf16')" in found[1].config.call()
+    assert "precision=zerofn.Precision(wire=zerofn.Wire(gather='bf16', reduce='bf16'))" in found[1].config.call()
     (plain, coded) = planned(stage=3, world=4, wire=[None, "bf16"])
     assert [plain.sent, coded.sent] == [x.sent for x in found]
     assert "wire='bf16'" in coded.config.call() and "wire bf16" in repr(coded) and "wire" not in plain.config.call()
     table = planned(stage=3, world=1, wire="bf16")
-    assert zerofn.shard(init_state, stage="auto", plan=table).params.spec.precision.wire == "bf16"
+    wire = zerofn.Wire("bf16", "bf16")
+    assert zerofn.shard(init_state, stage="auto", plan=table).params.spec.precision.wire == wire
+    (coded,) = planned(stage=3, world=4, wire=[{"data": zerofn.Wire("int4", "int8", smallest=0)}])
+    assert "wire={'data': zerofn.Wire(gather='int4', reduce='int8', smallest=0)}" in coded.config.call()
+    assert sum(coded.sent.values()) < 0.3 * sum(plain.sent.values())
     with pytest.raises(ValueError, match="wire='bf61' is not known"):
         planned(stage=3, world=4, wire="bf61")
 

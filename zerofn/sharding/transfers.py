@@ -37,7 +37,7 @@ def gather_unit(
     steps = spec.steps(unit, from_copy)
     for axis in steps:
         codec = "" if stored is None else spec.gathers_as(unit, stored, axis)
-        x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis)), x)
+        x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis) if codec else 0), x)
     if steps or from_copy:
         return x if steps else x.view_as(x)
     codec = "" if stored is None else spec.gathers_as(unit, stored, spec.within(unit))
@@ -92,8 +92,10 @@ def own_sum(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     else:
         shard = ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        codec, start = spec.reduces_as(unit, dtype, replicas), spec.start_of(unit, replicas)
-        shard = _by_row(ReduceScatter(replicas, unit.name, codec=codec, start=start), shard)
+        codec = spec.reduces_as(unit, dtype, replicas)
+        shard = _by_row(
+            ReduceScatter(replicas, unit.name, codec=codec, start=spec.start_of(unit, replicas) if codec else 0), shard
+        )
     return shard
 
 
