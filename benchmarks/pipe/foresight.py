@@ -1,7 +1,7 @@
 """python -m benchmarks.pipe.foresight   (make bench): simulated schedules beside executed ones, on 2 gloo ranks.
 
 Each step is run with a clock at every operation: so there are the begin and end of each action, and what F, I and W of
-each stage take (medians over the microbatches of that step), from which the schedule is simulated. Transfers are taken
+each stage take on average over the microbatches of that step, from which the schedule is simulated. Transfers are taken
 as free: half a megabyte takes less than a hundredth of an action, and what a rank itself spends on sending counts to
 the action before it. Beside it each rank's planned peak, and that of the host's allocator. Writes JSON and a picture:
 one step as it was, and as simulated.
@@ -120,7 +120,7 @@ def simulated(line: Timeline) -> Timeline:
         for action, start, stop in rank:
             took[action.stage, "I" if action.kind == "B" else action.kind].append(stop - start)
     n = line.schedule.num_stages
-    f, i, w = (tuple(statistics.median(took.get((s, kind)) or [0.0]) for s in range(n)) for kind in "FIW")
+    f, i, w = (tuple(statistics.fmean(took.get((s, kind)) or [0.0]) for s in range(n)) for kind in "FIW")
     return simulate(line.schedule, Costs(f, i, w, (0.0,) * (n - 1), (0.0,) * (n - 1), (0.0,) * n, (0.0,) * n))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import kernels_on_cpu
-from zerofn.ops import adamw, cpu, cuda, formats, lion, reference, sgd, update_rule  # noqa: F401 - rules
+from zerofn.ops import adamw, cpu, cuda, formats, lion, reference, sgd, update_rule, wire_codes  # noqa: F401 - rules
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")
 HYPER = {
@@ -345,6 +345,43 @@ def test_casts_are_torchs(device):
     for x, dtype, factor in itertools.product(numbers.values(), numbers, (None, 0.37, -1024.0)):
         expected = (x.float() * torch.tensor(1.0 if factor is None else factor)).to(dtype)
         assert_same([cuda.cast(x.to(device), dtype, factor)], [expected])
+
+
+@pytest.mark.parametrize("block", [128, 256, 2048])
+@pytest.mark.parametrize("format", wire_codes.FORMATS)
+def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, monkeypatch):
+    size = 7 * block
+    num = size * wire_codes.bits(format) // 8
+
+    def room(where):  # as a rank's rows lie
+        rows = torch.full((3, num + 2 * 7 + 2), 77, dtype=torch.uint8, device=where)
+        return [wire_codes.Codes(x[:num], x[num:-2].view(torch.bfloat16), format, block) for x in rows]
+
+    kinds = (torch.float32, torch.bfloat16, torch.float16)
+    numbers = [floats(size, 20), floats(size, 21, strange=False).bfloat16(), floats(size, 22).half()]
+    expected, there = room("cpu"), room(device)
+    for x, row in zip(numbers, expected, strict=True):
+        wire_codes.encode(x, row)
+    decoded = [torch.empty(size, dtype=kind) for kind in kinds]
+    for row, out in zip(expected, decoded, strict=True):
+        wire_codes.decode(row, out)
+    total = torch.empty(size)
+    wire_codes.sum_(expected, total)
+    if device == "cpu":
+        monkeypatch.setattr(wire_codes, "_on_cpu", lambda x: False)
+        monkeypatch.setattr(wire_codes, "_on_gpu", lambda x: True)
+    for x, row in zip(numbers, there, strict=True):
+        wire_codes.encode(x.to(device), row)
+    assert_same([x for row in there for x in row[:2]], [x for row in expected for x in row[:2]])
+    found = [torch.empty(size, dtype=kind, device=device) for kind in kinds]
+    for row, out in zip(there, found, strict=True):
+        wire_codes.decode(row, out)
+    assert_same(found, decoded)
+    apart = wire_codes.Codes(*(x.clone() for x in there[2][:2]), format, block)
+    for rows in (there, [*there[:2], apart]):  # evenly apart in memory, and not
+        summed = torch.empty(size, device=device)
+        wire_codes.sum_(rows, summed)
+        assert_same([summed], [total])
 
 
 # --- refused -----------------------------------------------------------------------------------
