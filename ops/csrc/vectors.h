@@ -66,9 +66,17 @@ ZF_FN zf_f ZF_FMA(zf_f a, zf_f b, float c) { return ZF_FMA(a, b, ZF_ALL(c)); }
 ZF_FN zf_f ZF_FMA(zf_f a, float b, float c) { return ZF_FMA(a, ZF_ALL(b), ZF_ALL(c)); }
 
 ZF_FN uint32_t largest_of(zf_i x) { // none negative
+#if ZF_LANES == 16
+    return (uint32_t)_mm512_reduce_max_epi32((__m512i)x);
+#elif defined(__AVX2__)
+    __m128i four = _mm_max_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4E));
+    return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xB1)));
+#else
     int32_t top = 0;
     for (int k = 0; k < ZF_LANES; ++k) top = x[k] > top ? x[k] : top;
     return (uint32_t)top;
+#endif
 }
 ZF_FN uint16_t largest_of(zf_w x) {
 #if defined(__AVX2__)

@@ -41,19 +41,31 @@ ZF_FN zf_i64 bytes_of(zf_i64 block) {
     return format == ZF_INT4 ? block / 2 : block;
 }
 
-// A block's elements -> its codes; returns the upper half of its scale's bits.
+// The bits of the largest magnitude of a block's elements.
+template <class Number>
+ZF_FN zf_u32 top_of(const typename Number::stored *x, zf_i64 block) {
+    zf_i largest[4] = {};
+    for (zf_i64 i = 0; i < block; i += AT_ONCE)
+        for (int k = 0; k < 4; ++k) {
+            soon<true>(x + i + k * ZF_LANES);
+            zf_i size = (zf_i)(zf_bits(Number::get(x + i + k * ZF_LANES)) & ZF_ABS);
+            largest[k] = size > largest[k] ? size : largest[k];
+        }
+    zf_i first = largest[0] > largest[1] ? largest[0] : largest[1];
+    zf_i second = largest[2] > largest[3] ? largest[2] : largest[3];
+    return largest_of(first > second ? first : second);
+}
+
+// A block's elements -> its codes, for a scale.
 template <int format, class Number>
-ZF_FN zf_u16 encode(const typename Number::stored *x, zf_u8 *codes, zf_i64 block) {
-    zf_i largest = {};
-    for (zf_i64 i = 0; i < block; i += ZF_LANES) {
-        zf_i size = (zf_i)(zf_bits(Number::get(x + i)) & ZF_ABS);
-        largest = size > largest ? size : largest;
-    }
-    const zf_u32 scale = zf_wire_scale(largest_of(largest), format);
+ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block) {
     const float inverse = zf_wire_inverse(scale);
-    if (scale > ZF_INF) __builtin_memset(codes, 0, (zf_u64)bytes_of<format>(block));
     const zf_i64 half = block / 2, size = bytes_of<format>(block);
-    for (zf_i64 i = 0; i < size && scale <= ZF_INF; i += AT_ONCE) {
+    if (scale > ZF_INF) {
+        __builtin_memset(codes, 0, (zf_u64)size);
+        return;
+    }
+    for (zf_i64 i = 0; i < size; i += AT_ONCE) {
         zf_u now[4];
         for (int k = 0; k < 4; ++k) {
             const zf_i64 at = i + k * ZF_LANES;
@@ -63,7 +75,6 @@ ZF_FN zf_u16 encode(const typename Number::stored *x, zf_u8 *codes, zf_i64 block
         }
         put_low_bytes(codes + i, now);
     }
-    return (zf_u16)(scale >> 16);
 }
 
 // Elements of a block from `at` on, a vector of them -> their values.
@@ -76,11 +87,17 @@ ZF_FN zf_f value_at(const zf_u8 *codes, zf_i64 at, zf_i64 block, zf_u16 scale) {
     return value_of<format>(at < half ? both & 0xFu : both >> 4) * by;
 }
 
+// The largest of the next block is looked for before a block is encoded: memory is read on while its scale is divided.
 template <int format, class Number>
 void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block) {
     const typename Number::stored *x = (const typename Number::stored *)from;
-    for (zf_i64 b = first; b < last; ++b)
-        scales[b] = encode<format, Number>(x + b * block, codes + b * bytes_of<format>(block), block);
+    zf_u32 top = first < last ? top_of<Number>(x + first * block, block) : 0u;
+    for (zf_i64 b = first; b < last; ++b) {
+        const zf_u32 scale = zf_wire_scale(top, format);
+        if (b + 1 < last) top = top_of<Number>(x + (b + 1) * block, block);
+        encode<format, Number>(x + b * block, codes + b * bytes_of<format>(block), scale, block);
+        scales[b] = (zf_u16)(scale >> 16);
+    }
 }
 
 template <int format, class Number>
