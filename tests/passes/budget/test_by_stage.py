@@ -69,7 +69,7 @@ def test_the_peak_of_each_stage_is_the_planned_one(ranks, schedule, stage):
     found = {name: ranks(2, partial(planned_and_measured, schedule, stage, **x)) for name, x in given.items()}
     free, full = ([each[0] for each in found[name]] for name in ("free", "full"))
     assert all(b < a for a, b in zip(free, full, strict=True))
-    limit = (min(free) + max(full)) // 2
+    limit = (max(free) + max(full)) // 2  # which at least one stage keeps by recomputing
     found["within"] = ranks(2, partial(planned_and_measured, schedule, stage, memory=limit))
     assert max(each[0] for each in found["within"]) <= limit
     for results in found.values():
