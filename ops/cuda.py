@@ -26,9 +26,10 @@ from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _UPDATES = ("update_whole", "update_half", "update_blocks")  # by the moments' format
-_WIRE = ("wire_encode", "wire_decode", "wire_sum")
-_NUMBERS_KERNELS = ("split", "joined", "encode", "decode", "cast", "fp8", "fp8_scale")
-KERNELS = ("runs", *_UPDATES, "chunks", "norms", *_NUMBERS_KERNELS, *_WIRE)
+KERNELS = (
+    "runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast", "fp8", "fp8_scale",
+    "wire_encode", "wire_decode", "wire_sum",
+)  # fmt: skip
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block
 _RUN_BYTES = 64  # of a zf_run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,9 +65,8 @@ def encode(x: Tensor, out: Codes) -> None:
         how = (out.scales.numel(), out.block, FORMATS.index(out.format))
         cuda.launch("wire_encode", x.device, out.scales.numel(), x, _number(x), out.codes, out.scales, *how)
     else:
-        for a in range(0, x.numel(), _AT_ONCE * out.block):
-            b = min(a + _AT_ONCE * out.block, x.numel())
-            _encode(x[a:b], _part(out, a, b))
+        for elements, part in _windows(x, out):
+            _encode(elements, part)
 
 
 def decode(given: Codes, out: Tensor) -> None:
@@ -80,9 +79,8 @@ def decode(given: Codes, out: Tensor) -> None:
         how = (_number(out), out.numel(), given.block, FORMATS.index(given.format))
         cuda.launch("wire_decode", out.device, _warps(out), given.codes, given.scales, out, *how)
     else:
-        for a in range(0, out.numel(), _AT_ONCE * given.block):
-            b = min(a + _AT_ONCE * given.block, out.numel())
-            out[a:b].copy_(_decoded(_part(given, a, b)))
+        for elements, part in _windows(out, given):
+            elements.copy_(_decoded(part))
 
 
 def sum_(rows: Sequence[Codes], out: Tensor) -> None:
@@ -147,10 +145,13 @@ def _in_blocks(name: str, *tensors: Tensor, of: Codes, number: Tensor) -> None:
 # --- in torch's operations ---------------------------------------------------------------------
 
 
-def _part(x: Codes, a: int, b: int) -> Codes:
-    """Elements [a, b) of it, whole blocks."""
-    per = 8 // bits(x.format)
-    return x._replace(codes=x.codes[a // per : b // per], scales=x.scales[a // x.block : b // x.block])
+def _windows(x: Tensor, of: Codes) -> Iterator[tuple[Tensor, Codes]]:
+    """Yield some blocks after the other of a tensor [size], with their codes."""
+    num_bytes = of.block * bits(of.format) // 8
+    for a in range(0, of.scales.numel(), _AT_ONCE):
+        b = a + _AT_ONCE
+        part = of._replace(codes=of.codes[a * num_bytes : b * num_bytes], scales=of.scales[a:b])
+        yield x[a * of.block : b * of.block], part
 
 
 def _encode(x: Tensor, out: Codes) -> None:

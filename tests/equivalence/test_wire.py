@@ -78,11 +78,10 @@ def in_blocks(form, block, smallest):
     """By torch: blocks of a unit without small leaves are of integers or in float8."""
 
     def code(xs):
-        leaves = [leaf for unit in started(3, wire=None)[0].params.layout.units for leaf in unit.leaves]
-        units = [unit for unit in started(3, wire=None)[0].params.layout.units for _ in unit.leaves]
+        units = started(3, wire=None)[0].params.layout.units
         names = [name for name, _ in model().named_parameters()]
         flats = {unit.name: torch.zeros(unit.size) for unit in units}
-        known = {leaf.name: (leaf, flats[unit.name]) for leaf, unit in zip(leaves, units, strict=True)}
+        known = {leaf.name: (leaf, flats[unit.name]) for unit in units for leaf in unit.leaves}
         for name, x in zip(names, xs, strict=True):
             leaf, flat = known[name]
             flat[leaf.offset : leaf.stop] = x.detach().reshape(-1)
@@ -108,10 +107,13 @@ def _coded(blocks, form):
     return torch.where(scale < 2.0**-100, 0.0, (blocks * (1 / scale)).round() * scale)
 
 
-def codes_of(wire):
-    """What torch does for a `Wire`: to parameters, and to gradients."""
+def codes_of(name):
+    """The argument of `shard` that has a name, and what torch does for it: to parameters, and to gradients."""
+    if name not in BLOCKS:
+        return name, in_bf16, in_bf16
+    wire = BLOCKS[name]
     both = (wire.gather, wire.reduce)
-    return [in_bf16 if form == "bf16" else in_blocks(form, wire.block, wire.smallest) for form in both]
+    return wire, *(in_bf16 if form == "bf16" else in_blocks(form, wire.block, wire.smallest) for form in both)
 
 
 def by_torch(size, num_microbatches=1, reduce="step", code=in_bf16, code_gradients=None):
@@ -178,8 +180,9 @@ def test_every_stage_gives_the_bits_of_torch_that_rounds_what_is_sent(ranks, siz
 
 def every_stage_in_blocks(name):
     """Each stage, compiled and not, has the bits of torch with the same codes."""
-    size, wire = zerofn.world_size(), BLOCKS[name]
-    code, code_gradients = codes_of(wire) if size > 1 else (as_it_is, as_it_is)
+    size, (wire, code, code_gradients) = zerofn.world_size(), codes_of(name)
+    if size == 1:
+        code = code_gradients = as_it_is
     want = by_torch(size, code=code, code_gradients=code_gradients)
     for stage in range(4):
         assert_same_trees(trained(*started(stage, wire=wire)), want, f"stage {stage}")
@@ -206,8 +209,7 @@ def test_every_stage_gives_the_bits_of_torch_with_blocks_of_codes(ranks, size, n
 
 
 def with_microbatches(reduce, name):
-    wire = BLOCKS.get(name, name)
-    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
+    wire, code, code_gradients = codes_of(name)
     want = by_torch(zerofn.world_size(), 4, reduce, code, code_gradients)
     for stage in range(4):
         assert_same_trees(trained(*started(stage, 4, reduce=reduce, wire=wire)), want, f"stage {stage}")
@@ -308,8 +310,7 @@ def test_masters_are_exact_where_they_are_saved(ranks, tmp_path, stage):
 
 def over_replicas(name):
     """Two by two ranks: sums along `data` are coded once more before they are added along `replicate`."""
-    mesh, wire = zerofn.Mesh.make(replicate=2, data=2), BLOCKS.get(name, name)
-    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
+    mesh, (wire, code, code_gradients) = zerofn.Mesh.make(replicate=2, data=2), codes_of(name)
     net, arrived = model(), model()
     with torch.no_grad():
         for p, x in zip(arrived.parameters(), code([p.detach() for p in net.parameters()]), strict=True):
@@ -425,8 +426,7 @@ def test_offloading_changes_no_bit(ranks, tmp_path, name):
 
 def second_derivatives(name):
     """A Hessian-vector product, beside plain torch's at the rounded point, along the rounded direction."""
-    wire = BLOCKS.get(name, name)
-    code, code_gradients = codes_of(wire) if name in BLOCKS else (in_bf16, in_bf16)
+    wire, code, code_gradients = codes_of(name)
     net, size = model(), zerofn.world_size()
     draw = torch.Generator().manual_seed(5)
     params = {k: p.detach() for k, p in net.named_parameters()}

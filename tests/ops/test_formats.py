@@ -6,14 +6,7 @@ import torch
 from tests.support import kernel_cases as cases
 from zerofn.ops import cpu, reference
 
-each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])
-
-
-@pytest.fixture(autouse=True)
-def chosen(request, monkeypatch):
-    isa = request.node.callspec.params.get("isa") if hasattr(request.node, "callspec") else None
-    if isa and isa != "torch":
-        monkeypatch.setenv("ZEROFN_ISA", isa)
+each_isa, chosen = cases.each_isa, cases.chosen
 
 
 def floats(bits):

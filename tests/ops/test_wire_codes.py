@@ -10,14 +10,7 @@ from zerofn.ops import cpu, native, wire_codes
 from zerofn.ops.wire_codes import BLOCKS, FORMATS, Codes, bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])
-
-
-@pytest.fixture(autouse=True)
-def chosen(request, monkeypatch):
-    isa = request.node.callspec.params.get("isa") if hasattr(request.node, "callspec") else None
-    if isa and isa != "torch":
-        monkeypatch.setenv("ZEROFN_ISA", isa)
+each_isa, chosen = cases.each_isa, cases.chosen
 
 
 def room(size, format, block):

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 
 from zerofn.ops import adamw, cpu, lion, sgd  # noqa: F401 - the rules are declared there
@@ -86,3 +87,15 @@ def same_bits(a, b):
 def odd_address(x):
     """A copy of `x` whose memory starts at an odd multiple of its element's size."""
     return torch.cat([x[:1], x])[1:]
+
+
+# Of a file of tests: a test that takes `isa` runs once on each instruction set, or in torch's operations without the
+# library. The file names both.
+each_isa = pytest.mark.parametrize("isa", cpu.isas() or ["torch"])
+
+
+@pytest.fixture(autouse=True)
+def chosen(request, monkeypatch):
+    isa = request.node.callspec.params.get("isa") if hasattr(request.node, "callspec") else None
+    if isa and isa != "torch":
+        monkeypatch.setenv("ZEROFN_ISA", isa)

@@ -92,6 +92,11 @@ class Linear(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
+def begins_at(codec: str, start: int) -> dict[str, int]:
+    """Return the argument of a transfer that says at which element of a unit it begins: codecs alone ask."""
+    return {"start": start} if codec and start else {}
+
+
 @dataclass(frozen=True)
 class AllGather:
     """[..., s, ...] on each rank -> [..., size * s, ...], along `dim`, which counts from the last. `kept`: for the
@@ -116,7 +121,7 @@ class AllGather:
         if self.axis.size == 1:
             return (ops.as_equal(x, self.axis.name),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
-        more = {**({} if self.kept else {"kept": False}), **({"start": self.start} if self.start else {})}
+        more = {**({} if self.kept else {"kept": False}), **begins_at(self.codec, self.start)}
         full = ops.wait(ops.all_gather(x.reshape(-1), *to, **more))
         if x.dim() == 1:
             return (full,)
@@ -145,8 +150,7 @@ class ReduceScatter:
             return (x.view_as(x),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
         if x.dim() == 1:
-            more = {"start": self.start} if self.start else {}
-            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **more)),)
+            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **begins_at(self.codec, self.start))),)
         rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
         return (ops.wait(ops.reduce_scatter(rows.reshape(-1), *to)).view(rows.shape[1:]),)
 

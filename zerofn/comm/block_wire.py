@@ -26,12 +26,11 @@ _ALIGNED = 16  # bytes: every row begins at a multiple
 
 
 class _Part(NamedTuple):
-    """Blocks [start, stop) of a row's elements: where they lie in it, as they are or as codes."""
+    """Elements [start, stop) of a row's shard, whole blocks: where they lie in the row, as they are or as codes."""
 
     start: int
     stop: int
-    plain: Tensor | None
-    codes: Codes | None
+    held: Tensor | Codes
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,11 @@ class BlockWire:
     def encode_row(self, shard: Tensor, rows: Tensor, rank: int, start: int = 0) -> None:
         """Encode a rank's shard [s] to its row."""
         for part in self._parts(rows[rank], shard.numel(), shard.dtype, start + rank * shard.numel()):
-            elements = shard[part.start * self.block : part.stop * self.block]
-            if part.plain is not None:
-                part.plain.copy_(elements)
+            elements = shard[part.start : part.stop]
+            if isinstance(part.held, Codes):
+                wire_codes.encode(elements, part.held)
             else:
-                wire_codes.encode(elements, _there(part.codes))
+                part.held.copy_(elements)
 
     def rows_of(self, whole: Tensor, size: int, rank: int, start: int = 0) -> Tensor:
         """Return memory for the rows of a flat tensor that has the shard of a rank, and encode that."""
@@ -82,37 +81,30 @@ class BlockWire:
     def decode_rows(self, whole: Tensor, rows: Tensor, start: int = 0) -> None:
         """Decode the rows of all ranks into the flat tensor."""
         for rank, (row, shard) in enumerate(zip(rows, whole.view(len(rows), -1), strict=True)):
-            self._decode(row, shard, start + rank * shard.numel())
-
-    def _decode(self, row: Tensor, shard: Tensor, first: int) -> None:
-        for part in self._parts(row, shard.numel(), shard.dtype, first):
-            elements = shard[part.start * self.block : part.stop * self.block]
-            if part.plain is not None:
-                elements.copy_(part.plain)
-            else:
-                wire_codes.decode(_there(part.codes), elements)
+            for part in self._parts(row, shard.numel(), shard.dtype, start + rank * shard.numel()):
+                elements = shard[part.start : part.stop]
+                if isinstance(part.held, Codes):
+                    wire_codes.decode(part.held, elements)
+                else:
+                    elements.copy_(part.held)
 
     def sum_(self, out: Tensor, rows: Sequence[Tensor], first: int = 0) -> None:
         """Write the sum of rows, of shards that begin at element `first` of the unit, to `out` [s], added in their
         order in float32.
         """
-        if out.dtype is not torch.float32:
-            total = torch.empty(out.shape, device=out.device)
-            self._sum(total, rows, out.dtype, first)
-            out.copy_(total)
-        else:
-            self._sum(out, rows, out.dtype, first)
-
-    def _sum(self, out: Tensor, rows: Sequence[Tensor], dtype: torch.dtype, first: int) -> None:
-        parts = [self._parts(row, out.numel(), dtype, first) for row in rows]
+        total = out if out.dtype is torch.float32 else torch.empty(out.shape, device=out.device)
+        parts = [self._parts(row, out.numel(), out.dtype, first) for row in rows]
         for each in zip(*parts, strict=True):
-            elements = out[each[0].start * self.block : each[0].stop * self.block]
-            if each[0].plain is None:
-                wire_codes.sum_([_there(part.codes) for part in each], elements)
+            elements, held = total[each[0].start : each[0].stop], [part.held for part in each]
+            coded = [x for x in held if isinstance(x, Codes)]
+            if coded:  # then all are
+                wire_codes.sum_(coded, elements)
                 continue
-            elements.copy_(each[0].plain)
-            for part in each[1:]:
-                elements.add_(part.plain)
+            elements.copy_(held[0])
+            for x in held[1:]:
+                elements.add_(x)
+        if total is not out:
+            out.copy_(total)
 
     def _parts(self, row: Tensor, size: int, dtype: torch.dtype, first: int) -> Iterator[_Part]:
         """Yield the parts of a row of `size` elements, which begin at element `first` of the unit."""
@@ -125,15 +117,15 @@ class BlockWire:
         coded = plain_blocks = 0
         for start, stop, is_coded in self._runs(at, at + num):
             count = stop - start
+            held: Tensor | Codes
             if is_coded:
                 here = codes[coded * code_bytes : (coded + count) * code_bytes]
-                there = Codes(here, scales[coded : coded + count], self.format, self.block)
-                yield _Part(start - at, stop - at, None, there)
+                held = Codes(here, scales[coded : coded + count], self.format, self.block)
                 coded += count
             else:
-                here = plain[plain_blocks * self.block : (plain_blocks + count) * self.block]
-                yield _Part(start - at, stop - at, here, None)
+                held = plain[plain_blocks * self.block : (plain_blocks + count) * self.block]
                 plain_blocks += count
+            yield _Part((start - at) * self.block, (stop - at) * self.block, held)
 
     def rounded(self, x: Tensor, start: int = 0) -> Tensor:
         """Return elements of a unit [..., n], from `start` on, as they arrive after they were sent."""
@@ -154,11 +146,6 @@ class BlockWire:
                 at = b
         if at < last:
             yield at, last, False
-
-
-def _there(codes: Codes | None) -> Codes:
-    assert codes is not None
-    return codes
 
 
 def _num_coded(coded: tuple[tuple[int, int], ...], first: int, last: int) -> int:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives.maps import AllGather, ReduceScatter
+from ..collectives.maps import AllGather, ReduceScatter, begins_at
 from ..collectives.over_ranks import ops, rows_over
 from ..collectives.stages import OnStage
 from ..comm.mesh import Axis, Mesh
 from ..comm.transport import group_for
+from ..comm.wire import codec_named
 from ..geometry.cuts import Cut, stage_cut
 from ..geometry.layout import Unit, unravel
 from .spec import Spec
@@ -37,7 +38,7 @@ def gather_unit(
     steps = spec.steps(unit, from_copy)
     for axis in steps:
         codec = "" if stored is None else spec.gathers_as(unit, stored, axis)
-        x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis) if codec else 0), x)
+        x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis)), x)
     if steps or from_copy:
         return x if steps else x.view_as(x)
     codec = "" if stored is None else spec.gathers_as(unit, stored, spec.within(unit))
@@ -45,8 +46,8 @@ def gather_unit(
 
 
 def _by_row(op: AllGather | ReduceScatter, x: Tensor) -> Tensor:
-    """Run a map; with a codec on each row of [..., n] alone, since blocks of codes do not go over several."""
-    if not op.codec or x.dim() == 1:
+    """Run a map; in blocks of codes, which do not go over several rows, on each row of [..., n] alone."""
+    if x.dim() == 1 or not op.codec or not codec_named(op.codec).beside:
         return op(x)[0]
     return torch.stack([op(row)[0] for row in x.reshape(-1, x.shape[-1])]).view(*x.shape[:-1], -1)
 
@@ -62,9 +63,8 @@ def gather_in_place(
     the whole unit, or a part of it that parameters hold as a copy. `codec`, `start`: in which form it is sent, and the
     element of the unit at which it begins. `call`: what runs an operation, or writes it down.
     """
-    to = (axis.rank, axis.size, axis.group, unit.name)
-    coded = ((codec,), {"start": start} if start else {}) if codec else ((), {})
-    call(ops.all_gather_into_.default, (whole, *to, *coded[0]), coded[1])
+    to = (axis.rank, axis.size, axis.group, unit.name, *([codec] if codec else []))
+    call(ops.all_gather_into_.default, (whole, *to), begins_at(codec, start))
 
 
 def refresh_copy(spec: Spec, unit: Unit, whole: Any, stored: torch.dtype, *, call: Callable[..., Any] = _call) -> None:
@@ -92,10 +92,8 @@ def own_sum(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     else:
         shard = ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        codec = spec.reduces_as(unit, dtype, replicas)
-        shard = _by_row(
-            ReduceScatter(replicas, unit.name, codec=codec, start=spec.start_of(unit, replicas) if codec else 0), shard
-        )
+        codec, start = spec.reduces_as(unit, dtype, replicas), spec.start_of(unit, replicas)
+        shard = _by_row(ReduceScatter(replicas, unit.name, codec=codec, start=start), shard)
     return shard
 
 
