@@ -381,6 +381,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="leave out the cases that an earlier run has told")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "pipe_equality.json")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as ranks have: sums of several threads have other bits
     path = args.out.with_suffix(".jsonl")
     cases = [case for case in ordered(args.part) if any(text in str(case) for text in args.only)]
     if args.resume:

@@ -190,6 +190,7 @@ def _body_of(node: Node) -> tuple[str, GraphModule, list[Node]]:
 
 
 NAMES = "names"  # a meta key of a loop: for each of its stacks, where users find it in what they return
+PIECE = "piece"  # a meta key of calls that have been one loop, with a number of that loop
 REGION = "region"  # a meta key of a body that is compiled as it is, with its name: passes leave it alone
 _WRITES_NOTHING = ("print", "out_dtype")  # higher-order operations without a graph
 _OF_SIZES = ("_operator", "math", "torch")  # modules of the functions of numbers that a graph may call

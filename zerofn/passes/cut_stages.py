@@ -12,7 +12,7 @@ from ..comm import channels  # noqa: F401  (defines zerofn::send and zerofn::rec
 from ..graph.cut import Edge, cut
 from ..graph.edit import clean, raise_up, sums_of
 from ..graph.liveness import complete_values
-from ..graph.nested import NAMES, insert_call, is_result, results_of
+from ..graph.nested import NAMES, PIECE, insert_call, is_result, results_of
 from ..graph.phase import BACKWARD, FORWARD
 from ..graph.pipelines import Loop, pipelines
 from ..graph.program import Program
@@ -143,7 +143,7 @@ class _Pipelined:
         inside = [x for x in self._inside.get((stage, kind), ()) if self._key(x, stage, k) in self._sums]
         inputs += [self._sums.pop(self._key(x, stage, k)) for x in inside]
         outputs = results_of(piece.graph)
-        meta = {_PHASE: FORWARD if kind == "F" else BACKWARD}
+        meta = {_PHASE: FORWARD if kind == "F" else BACKWARD, PIECE: self._number}
         made = insert_call(self._graph, self._name(stage, kind, bool(inside)), inputs, outputs, meta)
         for x, source in zip(made, outputs, strict=True):
             x.meta.update(meta, val=source.meta["val"])

@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..graph.alias import positions
 from ..graph.edit import clean, sink, weight_chain
+from ..graph.nested import PIECE
 from ..graph.node_kinds import is_source, wait_of
 from ._context import Context
 
@@ -19,8 +20,9 @@ def reshard(gm: GraphModule, context: Context) -> None:
     """Gather a unit again after every gap between two uses in which `ALIVE` or more other units are used.
 
     The unit leaves memory during the gap. Forward and backward of a layer are then two regions of use; those of the
-    last layers stay one. Cuts that the memory search has chosen replace this rule. `recompute_activations`
-    runs before, because its copies in the backward pass use units, too.
+    last layers stay one. Cuts that the memory search has chosen replace this rule. What is gathered for several
+    microbatches stays between them, because `hoist_gathers` has moved it there to stay. `recompute_activations` runs
+    before, because its copies in the backward pass use units, too.
     """
     graph = gm.graph
     cuts, chain = context.choice.cuts, weight_chain(graph)
@@ -32,10 +34,12 @@ def reshard(gm: GraphModule, context: Context) -> None:
         def cut(before: Node, after: Node, k: int = k, gather: Node = gather) -> bool:
             if cuts is not None:
                 return (gather.name, before.name) in cuts
+            if before.meta.get(PIECE, before) == after.meta.get(PIECE):
+                return False
             return num_others(k, timeline, where[before], where[after]) >= ALIVE
 
         for region in _regions(found, cut)[1:]:
-            _refetch(graph, region, inside)
+            _refetch(graph, region, _views(wait_of(gather), inside), inside)
     sink(graph, weight_chain(graph))
     clean(gm)
 
@@ -48,15 +52,17 @@ def uses_of_gathers(graph: Graph, chain: list[Node], where: dict[Node, int]) -> 
 
 def _uses(wait: Node, inside: set[Node]) -> set[Node]:
     """Return the nodes outside the chain that read what `wait` yields, through any view."""
-    out: set[Node] = set()
-    todo = [wait]
+    return {user for view in _views(wait, inside) for user in view.users if user not in inside}
+
+
+def _views(wait: Node, inside: set[Node]) -> set[Node]:
+    """Return `wait`, and the nodes of the chain that read what it yields."""
+    found, todo = {wait}, [wait]
     while todo:
-        for user in todo.pop().users:
-            if user in inside:
-                todo.append(user)
-            else:
-                out.add(user)
-    return out
+        more = [user for user in todo.pop().users if user in inside and user not in found]
+        found |= set(more)
+        todo += more
+    return found
 
 
 def _regions(uses: list[Node], cut: Callable[[Node, Node], bool]) -> list[list[Node]]:
@@ -82,8 +88,10 @@ def num_others(own: int, timeline: list[tuple[int, int]], start: int, stop: int)
     return len(seen)
 
 
-def _refetch(graph: Graph, region: list[Node], inside: set[Node]) -> None:
-    """Give the users in `region` a gather of their own: a copy of the nodes of the chain that they read."""
+def _refetch(graph: Graph, region: list[Node], views: set[Node], inside: set[Node]) -> None:
+    """Give the users in `region` a gather of their own: a copy of those of `views` that they read, and of the nodes of
+    the chain before them. A user may read other units, too.
+    """
     copies: dict[Node, Node] = {}
 
     def copy(node: Node) -> Node:
@@ -97,5 +105,5 @@ def _refetch(graph: Graph, region: list[Node], inside: set[Node]) -> None:
     for user in region:
         with graph.inserting_before(user):
             for source in list(user.all_input_nodes):
-                if source in inside:
+                if source in views:
                     user.replace_input_with(source, copy(source))

@@ -13,6 +13,7 @@ from benchmarks.mesh.training import on_stages_of
 from tests.support.small_steps import step_with
 from zerofn import optim, tree
 from zerofn.comm.mesh import Mesh
+from zerofn.graph.node_kinds import argument, is_gather
 
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -21,24 +22,25 @@ CONFIG = LlamaConfig(
 ROWS, LENGTH, MICROBATCHES = 16, 64, 8
 
 
-def build():
+def build(layers=4):
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG)
+    return LlamaForCausalLM(LlamaConfig(**{**CONFIG.to_dict(), "num_hidden_layers": layers}))
 
 
 class Trained:
     """Some steps of a Llama on this rank's stage."""
 
-    def __init__(self, schedule, stage, **options):
-        mesh, model = Mesh.make(pipe=-1), zerofn.skeleton(build)
+    def __init__(self, schedule, stage, layers=4, pipe=-1, **options):
+        mesh, model = Mesh.make(pipe=pipe, data=1 if pipe == -1 else -1), zerofn.skeleton(partial(build, layers))
 
         def init():
-            return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.adamw(1e-2))
+            return zerofn.TrainState.create(params=dict(build(layers).named_parameters()), tx=optim.adamw(1e-2))
 
         def loss_fn(params, ids):
             return functional_call(model, params, kwargs={"input_ids": ids, "labels": ids}).loss
 
-        self.state = zerofn.shard(init, stage, mesh=mesh, cuts=on_stages_of(model, mesh, {}, schedule))
+        cuts, unit = on_stages_of(model, mesh, {}, schedule), lambda name: ".".join(name.split(".")[:3])
+        self.state = zerofn.shard(init, stage, mesh=mesh, cuts=cuts, unit=unit)
         self.step = zerofn.compile(step_with(loss_fn, MICROBATCHES), **options)
         self.ids = torch.randint(256, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
         self.plan = self.step.lower(self.state, self.ids)
@@ -85,3 +87,14 @@ def test_a_budget_below_the_least_is_told_on_every_rank(ranks):
 def refused():
     with pytest.raises((MemoryError, RuntimeError), match="on this stage of the pipeline: the least that it takes is"):
         Trained("1f1b", 3, memory=1_000_000)
+
+
+def test_units_that_stay_are_gathered_once(ranks):
+    for units, gathered in ranks(4, kept):
+        assert len(units) > 4 and gathered == units  # a stage of more units than `reshard` leaves in memory
+
+
+def kept():
+    graph = Trained("1f1b", 3, layers=8, pipe=2, memory="1GB").plan.program.gm.graph
+    gathered = [name for n in graph.nodes if is_gather(n) and (name := argument(n, "unit"))]
+    return sorted(set(gathered)), sorted(gathered)
