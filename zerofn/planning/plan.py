@@ -30,8 +30,8 @@ from ..util.patterns import pattern_of
 from ..util.peaks import peak_of
 from ..util.sizes import in_words
 from .picture import File, draw, page
+from .wire import BreakEven, break_even, wire_in_words
 
-_SENDS = {"gather": "gathered", "gather in place": "gathered", "scatter": "reduced"}  # collectives of units
 
 
 @dataclass(frozen=True)
@@ -152,6 +152,18 @@ class Plan:
                 self._timelines[where] = Timeline(self.graph, where, self.world, cost, self.program.mesh)
             return self._timelines[where]
 
+    @cached_property
+    def break_even(self) -> BreakEven | None:
+        """On which links codes are worth it (`shard(wire=...)`): those that the step has, or int8. None if it sends no
+        unit, for a stage of a pipeline, which is simulated with the others, and for a step of this process, whose links
+        are not known.
+        """
+        mesh = self.program.mesh
+        if self.machine is None or self.world == 1 or (mesh is not None and mesh.stages.size > 1):
+            return None
+        with self.there():
+            return break_even(self.graph, self.machine, self.world, mesh)
+
     def collectives(self) -> dict[Traffic, int]:
         """Return transfers between ranks -> times a step, in order of first use. Bytes are those that a rank sends
         each time.
@@ -221,7 +233,7 @@ class Plan:
         lines += [f"  {how} by a rank in a step: {in_words(n)}" for how, n in per.items() if n]
         if len(self.sent_along) > 1:
             lines += [f"    along {axis:<6} {in_words(n)}" for axis, n in self.sent_along.items()]
-        lines += _wire_in_words(self.program.gm)
+        lines += wire_in_words(self.program.gm)
         if self.flops.model:
             again = f", and {in_words(self.flops.again, 'FLOP')} again" if self.flops.again else ""
             lines.append(f"  computed by a rank in a step: {in_words(self.flops.model, 'FLOP')} in products{again}")
@@ -233,6 +245,8 @@ class Plan:
             lines.append(f"  a step on {self.machine.name}: {time.seconds:.3g} s, bound by {time.bound} (s: {busy})")
             if (mfu := self.mfu) is not None:
                 lines.append(f"    {self.flops.model / time.seconds / 1e12:.3g} TFLOP/s a rank, MFU {mfu:.1%}")
+            if self.break_even is not None:
+                lines.append(f"    {self.break_even}")
         return "\n".join(lines)
 
     def json(self) -> dict[str, Any]:
@@ -285,19 +299,6 @@ def _products_in_words(float8: dict[str, str]) -> list[str]:
         told = ", ".join(name if n == 1 else f"{name} ({n})" for name, n in names.items())
         lines.append(f"    in bfloat16, {why}: {told}" if why else f"    in float8: {told}")
     return lines
-
-
-def _wire_in_words(gm: GraphModule) -> list[str]:
-    """Return lines of which units are gathered and reduced in which form; none where all are sent as they are."""
-    found: dict[str, dict[str, dict[str, None]]] = {}
-    for node in (node for each in graphs_of(gm) for node in each.graph.nodes):
-        if (does := _SENDS.get(traits(node).collective)) and (unit := argument(node, "unit")):
-            form, _, block = argument(node, "codec").partition(":")[0].partition(".")
-            told = f"as {form}{block and ' in blocks of '}{block}" if form else "as they are"
-            found.setdefault(does, {}).setdefault(told, {})[pattern_of(unit)] = None
-    if not any(form != "as they are" for forms in found.values() for form in forms):
-        return []
-    return [f"    {does} {form}: {', '.join(units)}" for does, forms in found.items() for form, units in forms.items()]
 
 
 def _tiles_in_words(gm: GraphModule) -> list[str]:

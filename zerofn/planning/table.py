@@ -14,6 +14,7 @@ from ..util.sizes import in_words
 from .picture import File, draw_rows, page
 from .plan import Plan
 from .plan_row import Row
+from .wire import BreakEven
 
 _HEAD = (
     "mesh",
@@ -127,9 +128,18 @@ class Table:
         )
 
     def _details(self) -> list[str]:
-        """Return a line for each rank of a pipeline, of the best row, or of the nearest."""
-        found = (self._best or self.nearest).pipelined if self.rows else None
-        return [] if found is None else found.details()
+        """Return, of the best row, or of the nearest, a line for each rank of a pipeline, and what codes gain."""
+        pipelined, wire = None if self._shown is None else self._shown.pipelined, self._break_even
+        return [*([] if pipelined is None else pipelined.details()), *([] if wire is None else [str(wire)])]
+
+    @property
+    def _shown(self) -> Row | None:
+        return (self._best or self.nearest) if self.rows else None
+
+    @cached_property
+    def _break_even(self) -> BreakEven | None:
+        plan = None if self._shown is None else self._shown.plan
+        return None if plan is None else plan.break_even
 
     def _cells(self) -> list[list[str]]:
         """Return the head and all rows, without columns that are empty."""
@@ -155,6 +165,7 @@ class Table:
             "best": best,
             "rows": [row.json() for row in self.rows],
             "left_out": self.left_out,
+            "wire": None if self._break_even is None else self._break_even._asdict(),
         }
 
     def picture(self, path: str | os.PathLike[str]) -> None:

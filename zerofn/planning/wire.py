@@ -1,0 +1,150 @@
+"""What coded transfers are worth: how much faster a step is on slow links, and from which link on nothing is gained."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..comm.mesh import Mesh
+from ..cost.machine import Machine
+from ..graph.program import tensor_of
+from ..cost.simulator import Cost, Timeline, roofline
+from ..graph.alias import roots
+from ..graph.edit import copied
+from ..graph.nested import graphs_of
+from ..graph.node_kinds import argument, gathers_parameters, is_gather, set_argument, traits
+from ..ops.wire_codes import BLOCKS
+from ..util.patterns import pattern_of
+from ..util.sizes import in_words
+
+_SENDS = {"gather": "gathered", "gather in place": "gathered", "scatter": "reduced"}  # collectives of units
+_USUAL = "int8"  # what a step that sends its units as they are is compared with
+_BLOCK = 256
+_CODED = (torch.float32, torch.bfloat16, torch.float16)
+_ALL = 1 << 40  # blocks: as many as any unit has
+_SLOW, _FAST = 1e5, 1e14  # bytes a second: no link is slower or faster
+_NOTHING = 1.02  # times as fast: no gain
+_NEARLY = 0.95  # of the logarithm of the gain on the slowest link
+
+
+class BreakEven(NamedTuple):
+    """What it gains that units are sent as `form`. Rates are bytes per second of a rank on the slowest links that it
+    uses, "between nodes" if `far`.
+
+    `here`: the time of a step without codes over the time with them, on the machine as it is; `most`: on the slowest
+    link of all. `full`: up to which rate nearly that is gained; `none`: from which rate on nothing is, inf where links
+    within nodes bound the step then.
+    """
+
+    form: str
+    here: float
+    most: float
+    full: float
+    none: float
+    far: bool
+
+    def __str__(self) -> str:
+        where = " between nodes" if self.far else ""
+        if self.most < _NOTHING:
+            return f"{self.form} on the wire: nothing gained at any rate of links{where}"
+        below, above = (in_words(float(f"{8 * rate:.2g}"), "bit/s") for rate in (self.full, self.none))
+        nothing = f", nothing gained above {above}" if math.isfinite(self.none) else ""
+        return (
+            f"{self.form} on the wire: {self.most:.2g} times as fast below {below}{where}{nothing}; "
+            f"{self.here:.2f} times on this machine"
+        )
+
+
+def break_even(gm: GraphModule, machine: Machine, world: int, mesh: Mesh | None = None) -> BreakEven | None:
+    """Return what a scheduled step gains by the codes that its units are sent in, or would gain by int8, by simulated
+    runs on slower and faster links. None if it sends no unit. Stages 0 to 2, which keep parameters whole, need a second
+    copy of them or of shards for that; what it takes is in a plan with `wire=` alone.
+    """
+    form = " and ".join(forms(gm))
+    coded, plain = (gm, recoded(gm, None)) if form else (recoded(gm, _USUAL), gm)
+    if not any(_units(coded)):
+        return None
+    far, cost = world > machine.ranks, functools.cache(roofline(machine))
+
+    @functools.cache
+    def gain(rate: float | None) -> float:
+        there = machine if rate is None else _with_links(machine, rate, far)
+        without, with_codes = (_seconds(x, there, world, mesh, cost) for x in (plain, coded))
+        return without / with_codes
+
+    most = gain(_SLOW)
+    full = _up_to(lambda rate: gain(rate) >= most**_NEARLY)
+    none = math.inf if gain(_FAST) >= _NOTHING else _up_to(lambda rate: gain(rate) >= _NOTHING)
+    return BreakEven(form or _USUAL, gain(None), most, full, none, far)
+
+
+def forms(gm: GraphModule) -> list[str]:
+    """Return the forms in which units are coded, in the order of their first use."""
+    found = (argument(node, "codec").partition(":")[0].partition(".")[0] for node, _ in _units(gm))
+    return [form for form in dict.fromkeys(found) if form]
+
+
+def recoded(gm: GraphModule, form: str | None) -> GraphModule:
+    """Return a copy of a step that sends its units as `form`, their small leaves included, or as they are. It tells
+    what is sent, and does not run.
+    """
+    new = copied(gm)
+    for node, _ in _units(new):
+        set_argument(node, "codec", "" if form is None else _codec(node, form))
+    return new
+
+
+def wire_in_words(gm: GraphModule) -> list[str]:
+    """Return lines of which units are gathered and reduced in which form; none where all are sent as they are."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for node, does in _units(gm):
+        form, _, block = argument(node, "codec").partition(":")[0].partition(".")
+        told = f"as {form}{block and ' in blocks of '}{block}" if form else "as they are"
+        found.setdefault(does, {}).setdefault(told, {})[pattern_of(argument(node, "unit"))] = None
+    if not any(form != "as they are" for forms in found.values() for form in forms):
+        return []
+    return [f"    {does} {form}: {', '.join(units)}" for does, forms in found.items() for form, units in forms.items()]
+
+
+def _units(gm: GraphModule) -> Iterator[tuple[Node, str]]:
+    """Yield the transfers of units to other ranks, and what they do with them; not those of sums of gradients that
+    ranks gather, which have no codes.
+    """
+    for each in graphs_of(gm):
+        root = roots(each.graph)
+        for node in each.graph.nodes:
+            does = _SENDS.get(traits(node).collective)
+            if does and argument(node, "unit") and (not is_gather(node) or gathers_parameters(node, root)):
+                yield node, does
+
+
+def _codec(node: Node, form: str) -> str:
+    x = tensor_of(node.all_input_nodes[0])
+    if x is None or x.dtype not in _CODED:
+        return ""
+    part = x.shape[-1] if traits(node).collective == "gather" else x.shape[-1] // argument(node, "size")
+    block = next((n for n in reversed(BLOCKS) if n <= _BLOCK and part % n == 0), 0)
+    return f"{form}.{block}:0-{_ALL}" if block else ""
+
+
+def _with_links(machine: Machine, rate: float, far: bool) -> Machine:
+    return replace(machine, network=rate) if far else replace(machine, link=rate)
+
+
+def _seconds(gm: GraphModule, machine: Machine, world: int, mesh: Mesh | None, cost: Cost) -> float:
+    return Timeline(gm, machine, world, cost, mesh).seconds
+
+
+def _up_to(holds: Callable[[float], bool]) -> float:
+    """Return the rate, to a tenth, up to which something holds that holds on slow links."""
+    low, high = math.log(_SLOW), math.log(_FAST)
+    while high - low > 0.1:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(math.exp(middle)) else (low, middle)
+    return math.exp(low)
