@@ -10,8 +10,8 @@ import zerofn
 from zerofn import collectives, moe, optim, parallel, passes, random, schedules
 
 PUBLIC = {
-    zerofn: "abort abstract accumulate all_finite because collectives compile copy eager_region even export export_dcp "
-    "first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
+    zerofn: "abort abstract accumulate all_finite because collectives compile copy diloco eager_region even export "
+    "export_dcp first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
     "load_safetensors load_state_dict microbatched moe normal_like optim parallel passes peak_flops plan progress "
     "random rank register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton "
     "this_machine tree_map unshard value_and_grad vdot "

@@ -62,6 +62,10 @@ CASES = [
         "remat": (None, "ours"), "machine": (None, "ours"), "backend": ("eager", "ours"), "passes": (None, "function"),
         "deterministic": (False, "flag"), "watch": ((), "list"),
     }),
+    (zerofn.diloco, {
+        "inner_step": (train, "function"), "outer": (None, "ours"), "every": (4, "whole"), "fragments": (1, "whole"),
+        "axis": ("replicate", "text"), "tau": (1, "whole"), "mix": (None, "number"), "wire": (None, "ours"),
+    }),
     (zerofn.eager_region, {"fn": (len, "function"), "like": (len, "function")}),
     (zerofn.microbatched, {"fn": (len, "function"), "n": (2, "whole")}),
     (zerofn.even, {"loader": ([1], "iterable")}),

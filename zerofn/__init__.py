@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from .sharding.shard import shard, unshard
     from .sharding.sharded import Sharded
     from .sharding.wire import Wire
+    from .training.diloco import diloco
     from .training.eager_region import eager_region
     from .training.grad import accumulate, value_and_grad
     from .training.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
@@ -93,6 +94,7 @@ _WHERE = {
     "abstract": "sharding.abstract",
     "compile": "compile",
     "copy": "sharding.copying",
+    "diloco": "training.diloco",
     "eager_region": "training.eager_region",
     "from_deepspeed": "interop.deepspeed",
     "load_deepspeed": "interop.deepspeed_checkpoint",
@@ -120,6 +122,7 @@ __all__ = [
     "collectives",
     "compile",
     "copy",
+    "diloco",
     "eager_region",
     "even",
     "export",

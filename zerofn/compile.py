@@ -7,7 +7,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -30,10 +30,12 @@ from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
 from .ops.same import RanksDiffer
 from .passes import Pass
+from .passes._captured import Captured
 from .passes.budget.decision import Choice
 from .passes.budget.shared import Decisions, orders_of, shared
 from .planning.plan import Plan
 from .planning.profile import Profile, profiled
+from .planning.rounds import each_captured
 from .runtime.agreed_captures import AgreedStep, AgreedSteps, Reading, first_change
 from .runtime.backend import Backend
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
@@ -118,21 +120,11 @@ def compile(
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
     given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch, schedule)
-    return CompiledStep(train_step, Options(donate, budget, remat, where, *given).checked())
+    options = Options(donate, budget, remat, where, *given).checked()
+    return each_captured(train_step, lambda step, meant: CompiledStep(step, options if meant else options.plain()))
 
 
-class _Captured(NamedTuple):
-    """A step captured on this rank and not scheduled yet. `numbered`, `inputs`: what ranks compare of it."""
-
-    program: Program
-    constants: list[Tensor]
-    numbered: NumberedStep
-    inputs: str
-    pipeline: passes.Pipeline
-    began: float
-
-
-_Make = Callable[[], tuple[_Captured, str]]
+_Make = Callable[[], tuple[Captured, str]]
 _Made = tuple[CapturedStep, Sequence[Tensor]]  # what will run, and what it closes over
 
 
@@ -174,6 +166,10 @@ class CompiledStep:
             dry_run.come_to(self._step, state, batch)
             return dry_result(self._step, state, batch)
         before_step()
+        return self.going_on(state, batch)
+
+    def going_on(self, state: Any, batch: Any) -> Any:
+        """Run a step as a part of one that has begun: no hook, and no interrupt, comes before it."""
         with StepTurn(self.__name__):
             return self._in_turn(state, batch)
 
@@ -291,7 +287,7 @@ class CompiledStep:
                 make = functools.partial(again, error)
         return self._agreed(make, state, batch, why, because)
 
-    def _alone(self, mine: _Captured, agreed: AgreedStep, why: str) -> tuple[_Made | None, str]:
+    def _alone(self, mine: Captured, agreed: AgreedStep, why: str) -> tuple[_Made | None, str]:
         """Schedule a capture as the others have scheduled theirs. Return None, and why, if its transfers differ."""
         mine.pipeline.prepare(mine.program, self._options.machine)
         if not agreed.first.fits(mine.program):
@@ -318,7 +314,7 @@ class CompiledStep:
         return found
 
     @uncollected()
-    def _captured(self, state: Any, batch: Any) -> tuple[_Captured, str]:
+    def _captured(self, state: Any, batch: Any) -> tuple[Captured, str]:
         """Return (the captured step, what must be the same on all ranks)."""
         began = time.perf_counter()
         pending().wait_for_all()  # perhaps of another state that nobody will use again
@@ -331,10 +327,10 @@ class CompiledStep:
             keep_freed_memory()
         pipeline = passes.pipeline(self._donates(program), self._options.edits)
         inputs = agreed_inputs(program, self._options)
-        return _Captured(program, constants, numbered, inputs, pipeline, began), inputs
+        return Captured(program, constants, numbered, inputs, pipeline, began), inputs
 
     @uncollected()
-    def _prepared(self, captured: _Captured) -> list[Choice]:
+    def _prepared(self, captured: Captured) -> list[Choice]:
         """Run the passes that stand before any decision about memory, and return this rank's decisions."""
         captured.pipeline.prepare(captured.program, self._options.machine)
         return captured.pipeline.decide(captured.program, **self._options.search)
@@ -343,7 +339,7 @@ class CompiledStep:
         return self._options.donate and program.new_state is not None
 
     @uncollected()
-    def _scheduled(self, captured: _Captured, first: Decisions, why: str) -> tuple[_Made, str]:
+    def _scheduled(self, captured: Captured, first: Decisions, why: str) -> tuple[_Made, str]:
         """Return (what was made, what must be the same on all ranks)."""
         program, donating = captured.program, self._donates(captured.program)
         captured.pipeline.finish(program, choices=first.choices, budget=self._options.memory, orders=first.orders)

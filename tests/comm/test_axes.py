@@ -76,6 +76,7 @@ NAME_AN_AXIS = {
     "zerofn.parallel.cross_entropy": "takes slices of logits, along `tensor` by default",
     "zerofn.parallel.context": "lets models compute parts of sequences, beside slices of heads",
     "zerofn.parallel.attention": "takes parts of sequences, along `context` by default",
+    "zerofn.training.diloco": "lets replicas train apart, along `replicate` by default",
     "zerofn.moe.cuts": "cuts experts along one",
     "zerofn.moe.experts": "cuts experts along one",
     "zerofn.planning.meshes": "has for each axis its own reason to try sizes of it",

@@ -24,8 +24,8 @@ from .fill_shards import Filling, settle_all
 from .folder import MANIFEST
 from .locations import check_answers, located
 from .manifest import digest_now
-from .named_leaves import StatePart, describe, leaves_of, missing_leaf, take_apart
-from .tensor_source import Renamed, Source
+from .named_leaves import StatePart, describe, leaves_of, missing_leaf, take_apart, with_entries
+from .tensor_source import OtherReplicas, Renamed, Source
 
 log = logging.getLogger("zerofn")
 
@@ -194,8 +194,21 @@ def _matched(checkpoint: Checkpoint, parts: list[StatePart], choice: _Choice) ->
     """Return from what to fill what. Raises `CheckpointError` unless names, shapes and dtypes agree."""
     source, where = choice.source(checkpoint), str(checkpoint.folder)
     filling = Filling(parts, _kept(source, parts, choice, where), choice.donate)
+    source = _for_replicas(source, parts, where)
     filling.check(source, where)
     return source, filling
+
+
+def _for_replicas(source: Source, parts: list[StatePart], where: str) -> Source:
+    """Return the source for as many replicas as `like` has."""
+    entries, here = with_entries(parts), {leaf.name: leaf.shape for part in parts for leaf in leaves_of(part)}
+    there = {name: leaf.shape for name, leaf in source.leaves.items() if name in entries and leaf.shape}
+    sizes = {name: here[name][0] for name, x in there.items() if x[1:] == here[name][1:] and x[0] != here[name][0]}
+    if not sizes:
+        return source
+    num, size = there[next(iter(sizes))][0], next(iter(sizes.values()))
+    log.info("%s was saved by %d replicas; of the %d here, replica r has entry r %% %d.", where, num, size, num)
+    return OtherReplicas(source, sizes)
 
 
 def _kept(source: Source, parts: list[StatePart], choice: _Choice, where: str) -> frozenset[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..comm.axes import APART
 from ..geometry.overlaps import Region, region_of, shape_in
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
@@ -88,6 +89,17 @@ def leaves_of(part: StatePart) -> list[NamedLeaf]:
             place = (storages[i].dtype, i, leaf.offset, part.optional, region_of(leaf.cuts, mesh))
             found.append(NamedLeaf(join(part.name, names[leaf.index]), leaf.whole, *place))
     return found
+
+
+def with_entries(parts: Iterable[StatePart]) -> frozenset[str]:
+    """Return the names of leaves that have an entry for each replica."""
+    found = set()
+    for part in parts:
+        names = tree.field_names(part.value.layout.treedef) if is_sharded(part.value) else []
+        for leaf in part.value.layout.leaves if names else ():
+            if any(cut.axis == APART for cut in leaf.cuts):
+                found.add(join(part.name, names[leaf.index]))
+    return frozenset(found)
 
 
 def storages_of(sharded: Sharded) -> list[StorageSpec]:

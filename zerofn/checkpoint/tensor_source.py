@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -71,6 +71,37 @@ class Renamed(Source):
     def places(self, name: str) -> Iterable[tuple[Region, Read]]:
         """Yield the slices in which a leaf lies, and what reads each of them."""
         return self._source.places(self._names[name])
+
+    def close(self) -> None:
+        """Close all files."""
+        self._source.close()
+
+
+class OtherReplicas(Source):
+    """A source for another number of replicas than it has entries for: replica r reads entry r % n of the n that there
+    are. `sizes`: how many entries each leaf is to have, by name.
+    """
+
+    def __init__(self, source: Source, sizes: Mapping[str, int]) -> None:
+        self._source = source
+        self._there = {name: source.leaves[name].shape[0] for name in sizes}
+        others = {
+            name: replace(source.leaves[name], shape=(size, *source.leaves[name].shape[1:]))
+            for name, size in sizes.items()
+        }
+        self.leaves = {**source.leaves, **others}
+
+    def places(self, name: str) -> Iterable[tuple[Region, Read]]:
+        """Yield the slices in which a leaf lies, and what reads each of them."""
+        return self._source.places(name)
+
+    def read(self, name: str, start: int, into: Tensor, region: Region = ()) -> None:
+        """Read from the entry of another replica, if there is none for this one."""
+        if name in self._there:
+            num, entries = self._there[name], dict(region)
+            ((first, _),) = entries.pop(0)  # a replica has one
+            region = ((0, ((first % num, first % num + 1),)), *sorted(entries.items()))
+        self._source.read(name, start, into, region)
 
     def close(self) -> None:
         """Close all files."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 PIPE, DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "pipe", "data", "replicate", "expert", "context", "tensor"
 BETWEEN = " x "  # in the name of an axis for several
+APART = "replicate apart"  # the axis of replicas, of what each has of its own; no axis of a mesh that somebody makes
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,13 @@ KINDS = {
         AxisKind(TENSOR, slices="slices of layers", partial=True, cuts="zerofn.parallel.tensor(model, mesh)"),
     )
 }  # fmt: skip
+_OF_REPLICAS = AxisKind(APART, rows=True, slices="a replica's own state")
 USUAL = DATA  # the axis along which all ranks of a job are, if nobody makes a mesh
 
 
 def kind_of(name: str) -> AxisKind:
     """Return what an axis is. One of another name is the only axis of its mesh, and like the usual one."""
-    return KINDS.get(name, KINDS[USUAL])
+    return _OF_REPLICAS if name == APART else KINDS.get(name, KINDS[USUAL])
 
 
 def in_batch(name: str) -> bool:

@@ -75,6 +75,11 @@ class Links:
             self._known[key] = self._link(*key)
         return self._known[key]
 
+    def along(self, name: str) -> Link:
+        """Return the link of transfers over all ranks of an axis of the mesh."""
+        assert self._mesh is not None
+        return self._over((name,), self._mesh.size(name))
+
     def between(self, name: str, ends: tuple[int, int]) -> Link:
         """Return the link of messages between two places along an axis of the mesh."""
         assert self._mesh is not None
@@ -87,7 +92,10 @@ class Links:
         return self._channels[key]
 
     def _link(self, group: str, size: int) -> Link:
-        m, names = self._machine, axes_along(self._mesh, group) if self._mesh is not None else ()
+        return self._over(axes_along(self._mesh, group) if self._mesh is not None else (), size)
+
+    def _over(self, names: tuple[str, ...], size: int) -> Link:
+        m = self._machine
         if self._mesh is None or not names:  # of which ranks it is among is not known
             size, far = self._world, self._world > m.ranks
         else:

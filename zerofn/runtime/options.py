@@ -43,6 +43,10 @@ class Options(NamedTuple):
             raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
         return self if self.schedule is None else self._replace(schedule=as_given(self.schedule, "compile"))
 
+    def plain(self) -> Options:
+        """Return the options of a step beside the one that is meant: without a budget, passes and a schedule."""
+        return self._replace(memory=None, remat=None, passes=None, schedule=None)
+
     def agreed(self) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name."""
         known = {"machine": self.machine, "deterministic": self.deterministic, "schedule": self.schedule}

@@ -107,6 +107,12 @@ class Sharded:
         """The place of every leaf."""
         return self.spec.layout
 
+    def under(self, spec: Spec) -> Sharded:
+        """Return the same shards, with the copy beside them, under another spec that cuts them alike."""
+        other = Sharded(spec, self._kept, self._copies)
+        other._pending, other._storages, other._lost = self._pending, self._storages, self._lost
+        return other
+
     def move(self, shards: Iterable[Stored], full: Sequence[Tensor] | None) -> None:
         """Store the same values in other buffers, with a gathered copy beside them."""
         self._kept, self._copies, self._pending = tuple(shards), full, 0

@@ -1,0 +1,382 @@
+"""DiLoCo beside a plain simulation of its replicas in one process, in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import zerofn
+from tests.support.same import assert_same_trees
+from zerofn import optim, tree
+from zerofn.comm.mesh import Mesh
+from zerofn.comm.transport import SentBytes
+from zerofn.cost.machine import machine_of
+from zerofn.job.in_flight import pending
+from zerofn.util.process import the
+
+EVERY, STEPS = 3, 8
+RATE, DECAY = 0.05, 0.1
+OF_REPLICAS = ("replicas", "sent")
+
+
+def build(dtype=torch.float64):
+    """Three layers of odd sizes, so that shards and units cross leaves."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)).to(dtype)
+
+
+def rows(step, replica, dtype=torch.float64):
+    """A replica's batch, which its ranks share."""
+    drawn = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * step + replica), dtype=torch.float64)
+    return {"x": drawn[:, :7].to(dtype), "y": drawn[:, 7:].to(dtype)}
+
+
+def loss_of(model, params, batch):
+    return (functional_call(model, params, (batch["x"],)) - batch["y"]).square().mean()
+
+
+def simulated(num_replicas, fragments=1, tau=0, mix=0.0, steps=STEPS, every=EVERY, dtype=torch.float64):
+    """One process, plain torch: (losses of each replica, the outer optimizer's parameters, each replica's)."""
+    start = {k: p.detach() for k, p in build(dtype).named_parameters()}
+    models = [build(dtype) for _ in range(num_replicas)]
+    inner = [torch.optim.AdamW(m.parameters(), lr=RATE, weight_decay=DECAY, foreach=False) for m in models]
+    anchor = {k: p.clone().requires_grad_() for k, p in start.items()}
+    layers = sorted({k.split(".")[0] for k in start})
+    parts = [[k for k in start if k.split(".")[0] in layers[f::fragments]] for f in range(fragments)]
+    outer = [
+        torch.optim.SGD([anchor[k] for k in part], lr=0.7, momentum=0.9, nesterov=True, foreach=False) for part in parts
+    ]
+    losses, sent = [], {}
+    for step in range(1, steps + 1):
+        found = []
+        for r, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            optimizer.zero_grad()
+            loss = loss_of(model, dict(model.named_parameters()), rows(step - 1, r, dtype))
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        losses.append(torch.stack(found))
+        own = [dict(m.named_parameters()) for m in models]
+        for action in ("send", "use") if tau == 0 else ("use", "send"):
+            for f, part in enumerate(parts):
+                age = step - (f + 1) * every // fragments
+                if action == "send" and age >= 0 and age % every == 0:
+                    sent[f] = {k: sum(anchor[k].detach() - x[k].detach() for x in own) / num_replicas for k in part}
+                if action == "use" and age >= tau and (age - tau) % every == 0:
+                    for k in part:
+                        anchor[k].grad = sent[f][k]
+                    outer[f].step()
+                    for x in own:
+                        for k in part:
+                            x[k].data.copy_(mix * x[k].detach() + (1 - mix) * anchor[k].detach())
+    each = [{k: p.detach().clone() for k, p in m.named_parameters()} for m in models]
+    return torch.stack(losses), {k: p.detach() for k, p in anchor.items()}, each
+
+
+def unit_of(name):
+    return name.split(".")[0]
+
+
+def started(mesh, stage=3, dtype=torch.float64, every=EVERY, num_steps=0, **options):
+    """(step, state)"""
+    model = build(dtype)
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda params, batch: loss_of(model, params, batch))(batch)
+        return state.apply_gradients(grads), loss
+
+    tx = optim.adamw(RATE, weight_decay=DECAY)
+    state = zerofn.shard(
+        lambda: zerofn.TrainState.create(params=dict(build(dtype).named_parameters()), tx=tx),
+        stage=stage, mesh=mesh, unit=unit_of,
+    )  # fmt: skip
+    step = zerofn.diloco(train_step, every=every, **options)
+    return step, step.init(state)
+
+
+def mine(mesh, step, dtype=torch.float64):
+    """This rank's part of its replica's batch."""
+    data = mesh.axis("data") if "data" in [x.name for x in mesh.axes] else None
+    batch = rows(step, mesh.axis("replicate").rank, dtype)
+    return batch if data is None else {k: x.chunk(data.size)[data.rank] for k, x in batch.items()}
+
+
+def run(mesh, step, state, first=0, last=STEPS, dtype=torch.float64):
+    losses = []
+    for k in range(first, last):
+        state, loss = step(state, mine(mesh, k, dtype))
+        losses.append(loss.clone())
+    return state, losses
+
+
+def seen(state):
+    """What every rank sees of a state: (the outer optimizer's parameters, each replica's)."""
+    own = zerofn.unshard(state.replicas.params)
+    num = len(next(iter(own.values())))
+    return zerofn.unshard(state.params), [{k: x[r] for k, x in own.items()} for r in range(num)]
+
+
+def trained(sizes, cases):
+    mesh, out = Mesh.make(**sizes), []
+    for captured, options in cases:
+        step, state = started(mesh, **options)
+        state, losses = run(mesh, zerofn.compile(step) if captured else step, state)
+        out.append((mesh.axis("replicate").rank, torch.stack(losses), *seen(state)))
+    return out
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+
+
+PLAIN = {"tau": 0}
+STREAMING = {"tau": 1, "fragments": 2}
+LATE = {"tau": 2, "fragments": 3, "mix": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cases"),
+    [
+        ({"replicate": 2}, [(False, PLAIN), (True, PLAIN), (True, STREAMING), (False, LATE)]),
+        ({"replicate": 2, "data": 2}, [(True, LATE)]),
+        ({"data": 2, "replicate": 2}, [(False, PLAIN), (True, PLAIN | {"stage": 1})]),
+    ],
+    ids=str,
+)
+def test_replicas_train_as_a_plain_simulation_of_them(ranks, sizes, cases):
+    num_ranks = torch.tensor(list(sizes.values())).prod().item()
+    for found in ranks(num_ranks, trained, sizes, cases):
+        for (_, options), (replica, losses, anchor, each) in zip(cases, found, strict=True):
+            tau, fragments = options["tau"], options.get("fragments", 1)
+            wanted = simulated(2, fragments, tau, options.get("mix", 0.5 if tau else 0.0))
+            close(losses, wanted[0][:, replica])
+            close(anchor, wanted[1])
+            close(each, wanted[2])
+
+
+def test_one_replica_steps_from_its_own_differences():
+    mesh = Mesh.make(replicate=1)
+    step, state = started(mesh, tau=0)
+    state, losses = run(mesh, zerofn.compile(step), state)
+    wanted = simulated(1)
+    close(torch.stack(losses), wanted[0][:, 0])
+    close(seen(state)[0], wanted[1])
+
+
+def restarted(sizes, path, options, at):
+    """Losses and states of a run, and of one that is saved after `at` steps and goes on from the checkpoint."""
+    mesh = Mesh.make(**sizes)
+    step, state = started(mesh, **options)
+    compiled = zerofn.compile(step)
+    state, before = run(mesh, compiled, state, 0, at)
+    zerofn.save(path, state)
+    state, after = run(mesh, compiled, state, at)
+    fresh, like = started(mesh, **options)
+    again = zerofn.load(path, like=like, donate=True)
+    again, losses = run(mesh, zerofn.compile(fresh), again, at)
+    return torch.stack(after), seen(state), torch.stack(losses), seen(again)
+
+
+@pytest.mark.parametrize(
+    ("options", "at"), [(PLAIN, 4), (STREAMING, 3), (LATE | {"tau": 2}, 4)], ids=["plain", "streaming", "late"]
+)
+def test_a_run_goes_on_bit_for_bit_also_with_differences_on_their_way(ranks, tmp_path, options, at):
+    for after, state, losses, again in ranks(2, restarted, {"replicate": 2}, tmp_path / "state", options, at):
+        assert torch.equal(after, losses)
+        assert_same_trees(again, state)
+
+
+def transfers_between_steps(tau):
+    """How many transfers go on behind each of the first steps."""
+    mesh, found = Mesh.make(replicate=2), []
+    step, state = started(mesh, tau=tau)
+    compiled = zerofn.compile(step)
+    for k in range(EVERY + 2):
+        state, _ = compiled(state, mine(mesh, k))
+        found.append(len(pending().transfers))
+    return found
+
+
+@pytest.mark.parametrize(("tau", "wanted"), [(0, [0] * 5), (1, [0, 0, 3, 0, 0]), (2, [0, 0, 3, 3, 0])])
+def test_differences_travel_while_the_next_inner_steps_run(ranks, tau, wanted):
+    assert ranks(2, transfers_between_steps, tau) == [wanted] * 2
+
+
+def saved(sizes, path):
+    mesh = Mesh.make(**sizes)
+    step, state = started(mesh, tau=1, every=2)
+    state, _ = run(mesh, zerofn.compile(step), state, last=2)
+    zerofn.save(path, state)
+    return whole(state)
+
+
+def whole(state):
+    """All values of a state, as every rank sees them, by name."""
+    full = zerofn.unshard(state)
+    fields = {k: getattr(full, k) for k in ("step", "params", "opt_state", "replicas", "sent")}
+    return {k: dict(zip(tree.field_names(tree.structure(x)), tree.leaves(x), strict=True)) for k, x in fields.items()}
+
+
+def loaded(sizes, path):
+    mesh = Mesh.make(**sizes)
+    step, like = started(mesh, tau=1, every=2)
+    state = zerofn.load(path, like=like)
+    values = whole(state)
+    run(mesh, zerofn.compile(step), state, first=2, last=5)  # trains on
+    return values
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": 1, "data": 2}, {"replicate": 3}, {"replicate": 2, "data": 2}], ids=str)
+def test_other_numbers_of_replicas_and_ranks_go_on_from_the_entries_that_there_are(ranks, tmp_path, sizes):
+    num_ranks, path = torch.tensor(list(sizes.values())).prod().item(), tmp_path / "state"
+    before = ranks(2, saved, {"replicate": 2}, path)
+    assert_same_trees(before[0], before[1])
+    first, *others = ranks(num_ranks, loaded, sizes, path)
+    for other in others:
+        assert_same_trees(other, first)
+    entries = [r % 2 for r in range(sizes["replicate"])]
+    for field, x in before[0].items():
+        assert_same_trees(first[field], zerofn.tree_map(lambda x: x[entries], x) if field in OF_REPLICAS else x)
+
+
+def counted(wire, dtype):
+    """(bytes between replicas: planned, sent in a round; what replicas have of the outer parameters)"""
+    mesh = Mesh.make(replicate=2)
+    step, state = started(mesh, dtype=dtype, tau=1, fragments=2, wire=wire)
+    compiled = zerofn.compile(step)
+    plan = compiled.lower(state, mine(mesh, 0, dtype))
+    state, _ = run(mesh, compiled, state, last=EVERY, dtype=dtype)
+    group, sent = mesh.axis("replicate").group, the(SentBytes).by_group
+    before = sent[group]
+    state, _ = run(mesh, compiled, state, EVERY, 2 * EVERY, dtype=dtype)
+    own = [list(x.shards) for x in (state.params, *state.sent)]
+    text = plan.text()
+    least = plan.least_every(seconds=0.1, rate=1e4), plan.least_every("H100-8", seconds=1e-9)
+    assert plan.least_every("H100-8", rate=1e3) > 1
+    with pytest.raises(ValueError, match="give a machine, or both seconds="):
+        plan.least_every(rate=1e3)
+    return plan.between, plan.sent_along["replicate"], sent[group] - before, least, text, own[0]
+
+
+@pytest.mark.parametrize("wire", [None, "bf16", zerofn.Wire(gather="int4", reduce="int8", smallest=0)], ids=str)
+def test_a_plan_says_what_replicas_send_and_from_which_number_of_steps_on_the_link_carries_it(ranks, wire):
+    found = ranks(2, counted, wire, torch.float32)
+    for planned, along, sent, least, text, anchor in found:
+        assert planned == along == sent
+        assert least == (-(-planned // 1000), math.ceil(planned / machine_of("H100-8").link * 1e9))
+        assert "between replicas" in text
+        assert_same_trees(anchor, found[0][-1])
+    whole = 2 * 3 * 2048 * 4 // 2  # a half of three units twice, in float32
+    assert found[0][0] == pytest.approx(
+        whole * {None: 1, "bf16": 1 / 2}.get(wire, 3 / 16), rel=0.0 if wire is None else 0.03
+    )
+
+
+def test_coded_differences_train_nearly_as_exact_ones(ranks):
+    exact, coded = ranks(2, trained_in, None)[0], ranks(2, trained_in, "int8")[0]
+    for key, x in exact.items():
+        assert not torch.equal(coded[key], x)
+        torch.testing.assert_close(coded[key], x, rtol=0.0, atol=2e-2)
+
+
+def trained_in(wire):
+    mesh = Mesh.make(replicate=2)
+    wire = zerofn.Wire("int8", "int8", smallest=0) if wire else None
+    step, state = started(mesh, dtype=torch.float32, tau=0, wire=wire)
+    return seen(run(mesh, zerofn.compile(step), state, dtype=torch.float32)[0])[0]
+
+
+def evaluated():
+    """The loss of the outer parameters, and what a compiled evaluation of them returns on each replica."""
+    mesh = Mesh.make(replicate=2)
+    step, state = started(mesh, tau=1)
+    state, _ = run(mesh, zerofn.compile(step), state, last=EVERY + 1)
+    model = build()
+    evaluate = zerofn.compile(lambda params, batch: loss_of(model, zerofn.gather(params), batch))
+    return evaluate(state.params, rows(0, 0)), {k: x.clone() for k, x in zerofn.gather(state.params).items()}
+
+
+def test_an_evaluation_sees_the_same_on_all_replicas(ranks):
+    (loss, params), other = ranks(2, evaluated)
+    assert_same_trees(other, (loss, params))
+    close(params, simulated(2, tau=1, mix=0.5, steps=EVERY + 1)[1])
+
+
+def draws():
+    mesh = Mesh.make(replicate=2)
+
+    def train_step(state, batch):
+        loss, grads = state.value_and_grad(lambda p, x: (p["w"] * torch.nn.functional.dropout(x)).sum())(batch)
+        return state.apply_gradients(grads), loss
+
+    state = zerofn.shard({"params": {"w": torch.ones(64)}}, mesh=mesh)["params"]
+    state = zerofn.TrainState.create(params=state, tx=optim.sgd(0.0), seed=3)
+    step = zerofn.diloco(train_step, every=2)
+    return step(step.init(state), torch.ones(64))[1]
+
+
+def test_replicas_draw_apart(ranks):
+    one, other = ranks(2, draws)
+    assert one != other
+
+
+def step_of(**options):
+    return zerofn.diloco(lambda state, batch: (state, None), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"every": 0}, "every=0 inner steps are none; write every=100"),
+        ({"every": 4, "fragments": 5}, "fragments=5: .* write a number from 1 to 4"),
+        ({"every": 4, "tau": 4}, "tau=4: .* write a number from 0 to 3, or a larger every"),
+        ({"every": 4, "mix": 1.0}, "mix=1.0 must be a number from 0 to less than 1"),
+        ({"every": 4, "tau": 0, "mix": 0.5}, "mix=0.5 has no effect with tau=0"),
+        ({"every": 4, "wire": "int3"}, "wire='int3' is not known"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_told(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        step_of(**options)
+
+
+def test_another_optimizer_is_told():
+    with pytest.raises(TypeError, match="outer must be a zerofn.optim.GradientTransformation.*optim.sgd"):
+        step_of(every=4, outer=torch.optim.SGD)
+
+
+def plain_state(mesh, **options):
+    return zerofn.shard({"params": {"w": torch.ones(4)}}, mesh=mesh, **options)
+
+
+def test_a_mesh_without_replicas_is_told():
+    with pytest.raises(ValueError, match=r"axis='replicate' is none of replicas on the state's mesh.*\['data'\]"):
+        step_of(every=4).init(plain_state(Mesh.make(data=1)))
+    with pytest.raises(ValueError, match="axis='data' is none of replicas"):
+        step_of(every=4, axis="data").init(plain_state(Mesh.make(data=1, replicate=1)))
+
+
+def test_a_state_that_is_none_is_told():
+    step, mesh = step_of(every=4), Mesh.make(replicate=1)
+    with pytest.raises(TypeError, match="init takes a state that zerofn.shard returned"):
+        step.init({"params": {"w": torch.ones(4)}})
+    with pytest.raises(TypeError, match="write state = step.init"):
+        zerofn.compile(step)(plain_state(mesh), None)
+    with pytest.raises(ValueError, match=r"fragments=2, and the parameters are in 1 unit\(s\)"):
+        step_of(every=4, fragments=2).init(plain_state(mesh))
+    state = step.init(plain_state(mesh))
+    with pytest.raises(ValueError, match="the state is of 1 fragment"):
+        step_of(every=4, tau=0)(state, None)
+
+
+def with_hpz():
+    mesh = Mesh.make(replicate=2, data=2)
+    with pytest.raises(ValueError, match="with hpz=True replicas share one state"):
+        step_of(every=4).init(plain_state(mesh, hpz=True))
+
+
+def test_one_state_of_all_replicas_is_told(ranks):
+    ranks(4, with_hpz)

@@ -1,0 +1,141 @@
+"""What each replica of a mesh has of its own, as one tree with an entry for each of them.
+
+Ranks along `replicate` usually hold the same. Where replicas train apart, each has parameters and moments of its own. A
+leaf [*shape] of theirs is then a leaf [replicas, *shape], of which a replica has the slice with its number: the shards
+in memory are the same ones, under another spec. So a checkpoint, `load` and `unshard` know what such a leaf is, and a
+step inside a replica sees [*shape], on a mesh of the replica's own ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..comm.axes import APART, USUAL
+from ..comm.mesh import Axis, Mesh
+from ..geometry.cuts import Cut
+from ..geometry.layout import Layout, Leaf, Unit
+from .partition import Partition
+from .sharded import Sharded, is_sharded
+from .spec import Spec
+
+_BARE = tree.structure(0)  # the tree of a tensor alone
+
+
+class Same:
+    """An object as a key that only itself equals: specs compare layouts alone, and meshes sizes."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.x is self.x
+
+    def __hash__(self) -> int:
+        return id(self.x)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas along an axis of a mesh. `axis`: among which this rank's is one. `mesh`: the ranks of this replica.
+    `apart`: all ranks, with replicas that have state of their own. `line`: the ranks that stand for this one in each
+    replica, for what all ranks of a replica hold whole.
+    """
+
+    axis: Axis
+    mesh: Mesh
+    apart: Mesh
+    line: Mesh
+
+    @staticmethod
+    def of(mesh: Mesh, name: str) -> Replicas:
+        """Return the replicas along the axis called `name`."""
+        axis = mesh.axis(name)
+        own = Axis(APART, axis.size, axis.rank, axis.group)
+        inner = tuple(x for x in mesh.axes if x != axis) or (Axis(USUAL, 1),)
+        apart = [own if x == axis else x for x in mesh.axes]
+        ranks: tuple[int, ...] = ()
+        if mesh.ranks:
+            grid = torch.tensor(mesh.ranks).view([x.size for x in mesh.axes])
+            ranks = tuple(grid.select(mesh.axes.index(axis), axis.rank).flatten().tolist())
+        whole = Mesh((*apart, *(x for x in inner if x not in apart)), mesh.ranks)
+        return Replicas(axis, Mesh(inner, ranks), whole, Mesh((own,), mesh.along(name) if mesh.ranks else ()))
+
+    @property
+    def cut(self) -> Cut:
+        """How the entries of a leaf are dealt out."""
+        size = self.axis.size
+        return Cut(APART, 0, size, tuple(((k, k + 1),) for k in range(size)))
+
+    def entries(self, own: Any) -> Any:
+        """Return a tree of a replica's own with a `Sharded` in place of each node, in the same memory.
+
+        `own`: `Sharded` nodes, on the mesh of the replica or of all, and tensors, which all ranks of it hold whole.
+        """
+        return tree.tree_map(lambda x: self._entry(x) if is_sharded(x) else self._whole(x), own, is_leaf=is_sharded)
+
+    def own(self, entries: Any) -> Any:
+        """Return what `entries` was given, in the same memory."""
+        return tree.tree_map(self._own, entries, is_leaf=is_sharded)
+
+    def within(self, sharded: Sharded) -> Sharded:
+        """Return a `Sharded` of the whole mesh as one of this replica alone."""
+        return sharded.under(_spec(Same(sharded.spec), Same(self), _alone))
+
+    def _entry(self, x: Sharded) -> Sharded:
+        return x.under(_spec(Same(x.spec), Same(self), _with_entries))
+
+    def _whole(self, x: Tensor) -> Sharded:
+        return Sharded(_of_tensor(tuple(x.shape), x.dtype, Same(self)), [x.detach().reshape(-1)])
+
+    def _own(self, x: Sharded) -> Any:
+        if [axis.name for axis in x.spec.mesh.axes] == [APART]:  # of what ranks hold whole, unlike of what they share
+            return x.stored[0].decode().view(x.layout.leaves[0].shape[1:])
+        return x.under(_spec(Same(x.spec), Same(self), _without_entries))
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(spec: Same, replicas: Same, change: Callable[[Spec, Replicas], Spec]) -> Spec:
+    return change(spec.x, replicas.x)
+
+
+def _alone(spec: Spec, replicas: Replicas) -> Spec:
+    return Spec(spec.layout, replace(spec.partition, mesh=replicas.mesh))
+
+
+def _with_entries(spec: Spec, replicas: Replicas) -> Spec:
+    def entry(leaf: Leaf) -> Leaf:
+        cuts = tuple(replace(cut, dim=cut.dim + 1) for cut in leaf.cuts)
+        return replace(leaf, shape=(1, *leaf.shape), cuts=(replicas.cut, *cuts))
+
+    return Spec(_changed(spec.layout, entry), replace(spec.partition, mesh=replicas.apart))
+
+
+def _without_entries(spec: Spec, replicas: Replicas) -> Spec:
+    def own(leaf: Leaf) -> Leaf:
+        cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in leaf.cuts if cut.axis != APART)
+        return replace(leaf, shape=leaf.shape[1:], cuts=cuts)
+
+    return Spec(_changed(spec.layout, own), replace(spec.partition, mesh=replicas.mesh))
+
+
+def _changed(layout: Layout, change: Callable[[Leaf], Leaf]) -> Layout:
+    units = tuple(replace(unit, leaves=tuple(map(change, unit.leaves))) for unit in layout.units)
+    return Layout(units, layout.treedef, layout.axis)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_tensor(shape: tuple[int, ...], dtype: torch.dtype, replicas: Same) -> Spec:
+    """Return the spec of a tensor that all ranks of a replica hold whole."""
+    line, cut = replicas.x.line, replicas.x.cut
+    leaf = Leaf("", (1, *shape), 0, 0, dtype, (cut,))
+    unit = Unit("entry", (leaf,), leaf.numel, dtype.is_floating_point, dtype, 1)
+    return Spec(Layout((unit,), _BARE, USUAL), Partition(mesh=line, shard_over=()))

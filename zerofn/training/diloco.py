@@ -1,0 +1,331 @@
+"""DiLoCo: replicas that train apart, and meet every so many steps.
+
+Each replica takes `every` steps of its own, the inner ones. Then the outer optimizer takes one step on the mean of what
+replicas have changed, and all go on from its result: DiLoCo (Douillard et al. 2023, arXiv:2311.08105). Streaming
+DiLoCo (Douillard et al. 2025, arXiv:2501.18512) sends the parameters in fragments, each at a step of its own, while the
+next inner steps run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import optim, tree
+from ..comm.axes import REPLICATE
+from ..comm.mesh import Mesh
+from ..optim.base import GradientTransformation
+from ..optim.torch_optimizers import advice, is_torchs
+from ..random import fold_in
+from ..sharding.replica_entries import Replicas, Same
+from ..sharding.shard_plan import moment_storage
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.wire import Wire, wire_of
+from ..util.arguments import checked, told
+from .outer_step import (
+    Differences,
+    Fragment,
+    Mean,
+    Meeting,
+    anchor_of,
+    fragments_of,
+    meeting_of,
+    outer_step_of,
+    part,
+    with_part,
+)
+from .train_state import TrainState
+
+Step = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class DilocoState:
+    """What a step of `diloco` takes and returns.
+
+    `step`: inner steps so far, an int64 scalar on the host. `params`: the parameters that the outer optimizer has made,
+    the same on all replicas; these are to be evaluated and exported. `opt_state`: the outer optimizer's state of each
+    fragment. `replicas`: the inner state with an entry for each replica: a leaf [*shape] of it is [replicas, *shape]
+    here, also for `unshard` and `save`. `sent`: of each fragment, the differences that replicas have sent last; () with
+    `tau=0`.
+    """
+
+    step: Tensor
+    params: Sharded
+    opt_state: tuple[Any, ...]
+    replicas: Any
+    sent: tuple[Sharded, ...]
+
+
+tree.register_dataclass(DilocoState)
+
+
+@checked("inner_step", "every", "axis", "fragments", "tau")
+def diloco(
+    inner_step: Callable[[Any, Any], Any],
+    outer: GradientTransformation | None = None,
+    *,
+    every: int,
+    axis: str = REPLICATE,
+    fragments: int = 1,
+    tau: int = 1,
+    mix: float | None = None,
+    wire: str | Wire | None = None,
+) -> Diloco:
+    """Return a step in which the replicas of a mesh train apart, and meet every `every` steps.
+
+        step = zerofn.diloco(train_step, every=100)
+        state = step.init(zerofn.shard(init_state, stage=3, mesh=zerofn.Mesh.make(replicate=2, data=-1)))
+        step = zerofn.compile(step)
+        state, aux = step(state, batch)
+
+    `inner_step`: `(state, batch) -> (state, aux)`, as for `compile`. It runs on the ranks of one replica: the loss,
+    gradients and aux are means over these alone, and nothing is sent along `axis`. `outer`: the optimizer whose
+    gradient is the mean over replicas of what they have taken off their parameters since they were equal; None is
+    `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: inner steps from one meeting to the next. `axis`: along
+    which ranks are replicas.
+
+    `fragments`: in how many parts parameters are sent. Units are dealt out to them one after the other. Fragment f of F
+    is sent behind each inner step s with s % every == (f + 1) * every // F % every. `tau`: how many inner steps later
+    its outer step comes; the sums of differences travel behind the first of these, their means behind the others. So
+    with `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain DiLoCo: replicas wait for it.
+    `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of the outer optimizer's; None is
+    0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are sent: "bf16", "int8", "fp8", or a
+    `zerofn.Wire`, whose `reduce` is for differences and `gather` for means. All replicas decode the same means.
+
+    The step takes what its method `init` returns, see `DilocoState`. Every rank must call it. A replica that is slow is
+    waited for where a fragment is sent or used; one that fails ends the job. Its last checkpoint is loaded by any
+    number of replicas: replica r goes on with the entry r % n of those n that were saved.
+
+    Raises `ValueError` for numbers out of range and an argument that has no effect, `TypeError` for an `outer` that is
+    no gradient transformation.
+
+    >>> diloco(lambda state, batch: (state, None), every=100, tau=0)
+    diloco(every=100, axis='replicate', fragments=1, tau=0)
+    """
+    _check_arguments(outer, every, fragments, tau, mix)
+    outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
+    share = float(mix) if mix is not None else 0.5 if tau else 0.0
+    return Diloco(inner_step, outer, every, axis, fragments, tau, share, wire_of(wire))
+
+
+def _check_arguments(outer: Any, every: int, fragments: int, tau: int, mix: Any) -> None:
+    """Raise `TypeError` or `ValueError` for what `diloco` does not take."""
+    if is_torchs(outer):
+        raise TypeError(f"diloco: outer must be a zerofn.optim.GradientTransformation, got {advice(outer)}")
+    if outer is not None and not isinstance(outer, GradientTransformation):
+        raise TypeError(
+            f"diloco: outer must be a zerofn.optim.GradientTransformation such as optim.sgd(0.7, momentum=0.9, "
+            f"nesterov=True), got {told(outer)}."
+        )
+    if every < 1:
+        raise ValueError(f"diloco: every={every} inner steps are none; write every=100, for example.")
+    if not 1 <= fragments <= every:
+        raise ValueError(
+            f"diloco: fragments={fragments}: each is sent behind a step of its own, of which there are every={every}; "
+            f"write a number from 1 to {every}."
+        )
+    if not 0 <= tau < every:
+        raise ValueError(
+            f"diloco: tau={tau}: what is sent must be used before it is sent again, every={every} steps later; write a "
+            f"number from 0 to {every - 1}, or a larger every."
+        )
+    if mix is not None and not (isinstance(mix, int | float) and 0 <= mix < 1):
+        raise ValueError(f"diloco: mix={told(mix)} must be a number from 0 to less than 1: a part of a replica's own.")
+    if mix and not tau:
+        raise ValueError(f"diloco: mix={mix} has no effect with tau=0, where all replicas wait; leave mix out.")
+
+
+@dataclass(frozen=True, repr=False)
+class Diloco:
+    """The step that `diloco` returns. `run_outer`: runs the outer step of a fragment; None for one that is not
+    captured.
+    """
+
+    inner_step: Step
+    outer: GradientTransformation
+    every: int
+    axis: str
+    fragments: int
+    tau: int
+    mix: float
+    wire: Wire | None
+    run_outer: Step | None = None
+
+    def __repr__(self) -> str:
+        shown = f"every={self.every}, axis={self.axis!r}, fragments={self.fragments}, tau={self.tau}"
+        return f"diloco({shown}{f', mix={self.mix}' if self.mix else ''}{f', wire={self.wire!r}' if self.wire else ''})"
+
+    @property
+    def __name__(self) -> str:
+        return getattr(self.inner_step, "__name__", "step")
+
+    @property
+    def outer_step(self) -> Step:
+        """The outer step of one fragment, a function to capture."""
+        return outer_step_of(self.outer, self.mix)
+
+    def init(self, state: Any) -> DilocoState:
+        """Return the state of a run that begins: each replica has `state`, whose memory it takes over. The key of a
+        `TrainState`'s draws becomes each replica's own. All ranks must call it; nothing is sent.
+
+        `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for another mesh, for
+        hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
+        """
+        params = self._checked(state)
+        replicas = replicas_of(params.spec.mesh, self.axis)
+        with torch.no_grad():
+            anchor = anchor_of(params)
+            fragments = fragments_of(params, self.fragments)
+            parts = [part(anchor, x) for x in fragments]
+            outer = tuple(self.outer.init(x) for x in parts)
+            sent = [replicas.entries(x) for x in parts if self.tau]
+        if any(moment_storage(x) for x in outer):
+            raise ValueError(
+                f"diloco: {self.outer!r} keeps moments in blocks, as an inner optimizer can; leave it out."
+            )
+        if isinstance(state, TrainState):
+            state = state.replace(rng=fold_in(state.rng, replicas.axis.rank))
+        zeros = tuple(Differences(x.spec, [torch.zeros_like(y) for y in x.shards]) for x in sent)
+        return DilocoState(torch.zeros((), dtype=torch.int64), anchor, outer, replicas.entries(state), zeros)
+
+    def __call__(self, state: DilocoState, batch: Any) -> tuple[DilocoState, Any]:
+        """Take an inner step, and the outer ones that are due."""
+        self.check(state)
+        replicas = replicas_of(state.params.spec.mesh, self.axis)
+        found = self.inner_step(replicas.own(state.replicas), batch)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise TypeError(f"diloco: inner_step must return (state, aux), got {told(found)}.")
+        with torch.no_grad():
+            return _Meetings(self, replicas, state, found[0]).state(), found[1]
+
+    def check(self, state: Any) -> None:
+        """Raise `TypeError` or `ValueError` unless `init`, with the same fragments, has made a state."""
+        if not isinstance(state, DilocoState):
+            raise TypeError(f"{self!r} takes a state that its init has made; write state = step.init(state).")
+        if len(state.opt_state) != self.fragments or bool(state.sent) != bool(self.tau):
+            raise ValueError(
+                f"{self!r}: the state is of {len(state.opt_state)} fragment(s) and tau{'>0' if state.sent else '=0'}; "
+                "write the same, or begin anew from its parameters."
+            )
+
+    def due(self, count: int) -> tuple[list[int], list[int], list[int]]:
+        """Return the fragments that are sent behind inner step `count`, from 1, those that go on, and those used."""
+        ages = {}
+        for f in range(self.fragments):
+            first = (f + 1) * self.every // self.fragments
+            if count >= first:
+                ages[f] = (count - first) % self.every
+        begin = [f for f, age in ages.items() if age == 0]
+        return begin, [f for f, age in ages.items() if 0 < age < self.tau], [f for f in ages if ages[f] == self.tau]
+
+    def _checked(self, state: Any) -> Sharded:
+        """Return the parameters of a state. Raises `TypeError` or `ValueError` for one that replicas cannot train."""
+        names, leaves = _named(state)
+        params = leaves[names.index("params")] if "params" in names else None
+        if params is None or not is_sharded(params):
+            raise TypeError(
+                f"diloco: init takes a state that zerofn.shard returned, with an entry 'params', got {told(state)}."
+            )
+        mesh, sizes = params.spec.mesh, [axis.name for axis in params.spec.mesh.axes]
+        if self.axis not in sizes or not mesh.axis(self.axis).kind.replicas:
+            raise ValueError(
+                f"diloco: axis={self.axis!r} is none of replicas on the state's mesh, whose axes are {sizes}; write "
+                "zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
+            )
+        if params.spec.partition.again:
+            raise ValueError(
+                "diloco: with hpz=True replicas share one state, and here each has its own; leave hpz out."
+            )
+        num = sum(unit.trainable for unit in params.layout.units)
+        if num < self.fragments:
+            raise ValueError(
+                f"diloco: fragments={self.fragments}, and the parameters are in {num} unit(s); write at most {num}, or "
+                "smaller units: zerofn.shard(..., unit=...)."
+            )
+        return params
+
+
+def _named(state: Any) -> tuple[list[str], list[Any]]:
+    leaves, treedef = tree.flatten(state, is_sharded)
+    return tree.field_names(treedef), leaves
+
+
+def replicas_of(mesh: Mesh, axis: str) -> Replicas:
+    """Return the replicas of a mesh: for one mesh always the same object."""
+    return _replicas(Same(mesh), axis)
+
+
+@lru_cache(maxsize=64)
+def _replicas(mesh: Same, axis: str) -> Replicas:
+    return Replicas.of(mesh.x, axis)
+
+
+class _Meetings:
+    """What comes behind one inner step."""
+
+    def __init__(self, step: Diloco, replicas: Replicas, state: DilocoState, inner: Any) -> None:
+        self._step, self._replicas, self._before = step, replicas, state
+        self._leaves, self._treedef = tree.flatten(inner, is_sharded)
+        self._at = tree.field_names(self._treedef).index("params")
+        self._params, self._outer, self._sent = state.params, list(state.opt_state), list(state.sent)
+        self._run = step.run_outer or step.outer_step
+
+    def state(self) -> DilocoState:
+        """Return the next state."""
+        step = self._before.step + 1
+        begin, go_on, use = self._step.due(int(step))
+        if begin or go_on or use:
+            fragments = fragments_of(self._params, self._step.fragments)
+            for f in go_on:
+                if (mean := self._under_way(f)) is not None:
+                    mean.go_on()
+            if self._step.tau:  # a step may use one fragment and send another
+                for f in use:
+                    self._use(f, fragments[f], (self._under_way(f) or self._mean(self._sent[f])).finished())
+            for f in begin:
+                self._begin(f, fragments[f])
+        inner = self._replicas.entries(tree.unflatten(self._treedef, self._leaves))
+        return replace(
+            self._before,
+            step=step,
+            params=self._params,
+            opt_state=tuple(self._outer),
+            replicas=inner,
+            sent=tuple(self._sent),
+        )
+
+    def _begin(self, f: int, fragment: Fragment) -> None:
+        anchor, own = part(self._params, fragment), part(self._leaves[self._at], fragment)
+        shards = [a - mine.to(a.dtype) for a, mine in zip(anchor.shards, own.shards, strict=True)]
+        if not self._step.tau:
+            self._use(f, fragment, self._mean(Sharded(anchor.spec, shards)).finished())
+            return
+        entries = self._replicas.entries(Sharded(anchor.spec, shards))
+        self._sent[f] = Differences(entries.spec, shards, self._mean(entries))
+
+    def _mean(self, differences: Sharded) -> Mean:
+        return Mean(differences, self._replicas.axis, self._step.wire)
+
+    def _under_way(self, f: int) -> Mean | None:
+        """Return what is sent of a fragment; None if it was loaded, or copied, and nothing is."""
+        mean = getattr(self._sent[f], "under_way", None)
+        return None if mean is None or mean.lost else mean
+
+    def _use(self, f: int, fragment: Fragment, means: list[Tensor]) -> None:
+        params: Sharded = self._leaves[self._at]
+        anchor, before = part(self._params, fragment), self._outer[f]
+        kept, own = (self._params.stored, params.stored), part(params, fragment)
+        meeting: Meeting = self._run(meeting_of(anchor, before, own, means, self._replicas.within), None)[0]
+        self._outer[f] = tree.tree_map(
+            lambda x, old: x.under(old.spec) if is_sharded(x) else x, meeting.opt_state, before, is_leaf=is_sharded
+        )
+        self._params = with_part(self._params.spec, kept[0], fragment, meeting.anchor)
+        self._leaves[self._at] = with_part(params.spec, kept[1], fragment, meeting.own)
+        if self._sent:
+            self._sent[f] = Differences(self._sent[f].spec, self._sent[f].stored)  # nothing is under way any more
