@@ -21,7 +21,6 @@ from ..cost.simulator import Timeline
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.liveness import Live, Moment, moments
 from ..graph.nested import graphs_of
-from ..graph.node_kinds import argument, traits
 from ..graph.phase import phase_of
 from ..graph.program import Program
 from ..graph.resident import resident
@@ -31,7 +30,6 @@ from ..util.peaks import peak_of
 from ..util.sizes import in_words
 from .picture import File, draw, page
 from .wire import BreakEven, break_even, wire_in_words
-
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ from torch.fx import GraphModule, Node
 
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
-from ..graph.program import tensor_of
 from ..cost.simulator import Cost, Timeline, roofline
 from ..graph.alias import roots
 from ..graph.edit import copied
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, gathers_parameters, is_gather, set_argument, traits
+from ..graph.program import tensor_of
 from ..ops.wire_codes import BLOCKS
 from ..util.patterns import pattern_of
 from ..util.sizes import in_words
