@@ -7,6 +7,7 @@ import torch
 
 import zerofn
 from benchmarks.mesh.training import trained as trained_on
+from tests.support import pipe_steps
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
@@ -21,7 +22,6 @@ KINDS = {
     "whole leaves": {"tx": optim.muon(1e-2)},
     "factored": {"tx": optim.adafactor(1e-2)},
     "8-bit moments": {"tx": optim.adamw(1e-2, moments="8bit")},
-    "microbatches": {"num_microbatches": 2},
     "compiled": {"backend": "inductor"},
 }
 
@@ -57,8 +57,6 @@ def same(a, b):
 
 
 @pytest.mark.part(kind=["fp16"])
-@pytest.mark.part(kind=["frozen"])
-@pytest.mark.part(kind=["whole leaves"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_stage_has_the_same_bits(ranks, kind):
     ranks(2, every_stage, kind)
@@ -79,27 +77,37 @@ def test_a_step_with_an_inf_is_skipped(ranks):
 
 
 MESHES = [
-    ("llama", {"pipe": 2, "data": 2}),
     ("llama", {"tensor": 2, "data": 2}),
     ("llama", {"context": 2, "data": 2}),
     ("mixtral", {"expert": 2, "data": 2}),
 ]
 
 
+SHARDS = {"precision": "bf16", "wire": WIRE}
+
+
 def on_mesh(name, sizes):
-    half = functools.partial(trained_on, name, sizes, num_microbatches=3 if "pipe" in sizes else 1)
-    shards = {"precision": "bf16", "wire": WIRE}
-    want = half(0, shards=shards)[:2]
+    run = functools.partial(trained_on, name, sizes)
+    want = run(0, shards=SHARDS)[:2]
     for stage in (1, 3):
-        assert_same_trees(half(stage, shards=shards)[:2], want, f"stage {stage}")
-    if "pipe" in sizes:
-        uncut = {"passes": lambda known: [x for x in known if x.name != "cut_stages"]}
-        for stage in (0, 3):
-            assert_same_trees(half(stage, shards=shards, compiles=uncut)[:2], want, f"uncut, stage {stage}")
-    assert not same(want[1], half(3, shards={"precision": "bf16"})[1])
+        assert_same_trees(run(stage, shards=SHARDS)[:2], want, f"stage {stage}")
+    assert not same(want[1], run(3, shards={"precision": "bf16"})[1])
 
 
-@pytest.mark.part(name=["llama"], sizes=[{"pipe": 2, "data": 2}])
+def in_stages():
+    """Which reduce once a step, and once a microbatch. A stage has nothing of other stages' units, so no codes."""
+    for stage in (0, 3):
+        given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
+        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": WIRE}, **more)
+        assert_same_trees(found, want, f"stage {stage}")
+        assert not same(want[1], pipe_steps.trained("1f1b", 3, stage, given=given, **more)[1])
+
+
+def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
+    ranks(4, in_stages)
+
+
+@pytest.mark.whole  # half a minute each; the same transfers along data alone are compared above
 @pytest.mark.parametrize(("name", "sizes"), MESHES, ids=str)
 def test_along_other_axes_every_stage_has_the_same_bits(ranks, name, sizes):
     ranks(4, on_mesh, name, sizes)

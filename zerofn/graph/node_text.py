@@ -21,8 +21,9 @@ from .node_kinds import argument, is_gather, is_ours, traits
 from .program import Program, owners, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
-# Arguments of transfers that say where this rank is, and of an eager region: which one it is in this process.
-_NOT_COMPARED = ("group", "rank", "place", "own", "number")
+# Arguments of transfers that say where this rank is, or which blocks of its slices of a unit are coded (none of a unit
+# that lies on other stages), and of an eager region: which one it is in this process.
+_NOT_COMPARED = ("group", "rank", "place", "own", "codec", "number")
 
 
 class Argument(NamedTuple):

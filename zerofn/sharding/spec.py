@@ -120,6 +120,15 @@ class Spec:
             return _float8_codec(unit, rule, block_in(self._part(unit, axis), BLOCK))
         return self._codec(unit, computes, axis, "gather")
 
+    def rounded_as(self, unit: Unit, stored: torch.dtype) -> str | None:
+        """Return the codec by which a unit is rounded that is on every rank already; None for none. It is "" where none
+        of this rank's slices of the unit is coded, and perhaps some of others': all ranks compute the same.
+        """
+        axis = self.within(unit)
+        codec, wire = self.gathers_as(unit, stored, axis), self.precision.wire_along(axis)
+        in_blocks = self.precision.fp8 is not None or wire is not None and wire.gather not in (None, "bf16")
+        return codec if codec or (self.mesh.slices and in_blocks and unit.num_shards > 1) else None
+
     def reduces_as(self, unit: Unit, dtype: torch.dtype, axis: Axis) -> str:
         """Return the codec by which a unit's gradient in a dtype is reduced along an axis; "" for none."""
         return self._codec(unit, dtype, axis, "reduce")

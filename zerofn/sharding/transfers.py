@@ -41,8 +41,8 @@ def gather_unit(
         x = _by_row(AllGather(axis, unit.name, codec=codec, start=spec.start_of(unit, axis)), x)
     if steps or from_copy:
         return x if steps else x.view_as(x)
-    codec = "" if stored is None else spec.gathers_as(unit, stored, spec.within(unit))
-    return ops.as_whole(ops.rounded(x, codec) if codec else x)
+    form = None if stored is None else spec.rounded_as(unit, stored)
+    return ops.as_whole(x if form is None else ops.rounded(x, form))
 
 
 def _by_row(op: AllGather | ReduceScatter, x: Tensor) -> Tensor:
