@@ -116,7 +116,9 @@ def fairscale(work: Workload, rank: int, world: int) -> Row:
     return Row(train_once(model, optimizer, clear=model), lambda: state_of(inner, optimizer.optim))
 
 
-def deepspeed(stage: int) -> Callable[[Workload, int, int], Row]:
+def deepspeed(stage: int, **more: Any) -> Callable[[Workload, int, int], Row]:
+    """`more`: keys beside the stage."""
+
     def build(work: Workload, rank: int, world: int) -> Row:
         import deepspeed
 
@@ -124,7 +126,7 @@ def deepspeed(stage: int) -> Callable[[Workload, int, int], Row]:
             "train_micro_batch_size_per_gpu": work.batch,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 0.0,  # its default of 1.0 would be other arithmetic than the rest
-            "zero_optimization": {"stage": stage},
+            "zero_optimization": {"stage": stage} | more,
             "steps_per_print": 10**9,
         }
         model = work.build()

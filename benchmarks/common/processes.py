@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -78,6 +79,13 @@ def _wait(label: str, processes: list[subprocess.Popen], logs: list[Path]) -> No
 def tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return "The end of its log:\n" + "\n".join("    " + line[:400] for line in lines)
+
+
+def last_words(error: Exception) -> str:
+    """The line of a rank's log that says why it ended."""
+    told = [x.strip() for x in str(error).splitlines() if "Error" in x]
+    last = (told or str(error).splitlines())[-1].strip()
+    return re.sub(r"^(\[rank\d+\])?:? *", "", last)[:200]
 
 
 def results_in(log: Path) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import tempfile
@@ -55,7 +56,8 @@ class Ranks:
         for rank in self._ranks:
             rank.kill()
             rank.wait()
-            rank.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it had ended before it was asked
+                rank.stdin.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:

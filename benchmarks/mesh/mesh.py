@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
 import tempfile
@@ -69,9 +68,7 @@ class Runs:
         except BenchmarkError as error:
             if row.startswith("ZeroFn"):
                 raise
-            told = [x.strip() for x in str(error).splitlines() if "Error" in x]
-            last = (told or str(error).splitlines())[-1].strip()
-            self.broken[row] = re.sub(r"^(\[rank\d+\])?:? *", "", last)[:200]
+            self.broken[row] = processes.last_words(error)
             console.print(f"{row} does not run here: {self.broken[row]}", highlight=False)
             return
         self._imports(row, world).write_text(json.dumps(first["late_imports"]))

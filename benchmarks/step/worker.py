@@ -44,14 +44,15 @@ def preload(path: str | None) -> None:
             importlib.import_module(module)
 
 
-def join(rank: int, world: int, port: int) -> None:
+def join(rank: int, world: int, port: int, address: str = "127.0.0.1", interface: str = "lo") -> None:
+    """`address`: rank 0's, on `interface`."""
     os.environ.update(
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=address,
         MASTER_PORT=str(port),
         RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank),
-        GLOO_SOCKET_IFNAME="lo",
+        GLOO_SOCKET_IFNAME=interface,
     )
     dist.init_process_group("gloo")
     if "deepspeed" in sys.modules:  # its own start takes the group above, and imports much

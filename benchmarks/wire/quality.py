@@ -1,0 +1,227 @@
+"""python -m benchmarks.wire.quality: what codecs cost in loss, and what they gain in time, with the demo GPT.
+
+`examples/gpt.py` on two ranks, with each codec and beside DDP with PowerSGD: the same seeds and tokens, so final
+validation losses differ in pairs. Training runs without a limit. Then steps of all rows run in turns at 100 Mbit/s
+(`links.py`), and the picture puts both together: the loss of each step at the time that so many steps take on that
+network. Without root there are losses alone. Writes JSON, and a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import processes, report
+from benchmarks.common.check import Check
+from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.turns import Ranks
+from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
+from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, throttled, unavailable
+from benchmarks.wire.rows import PLAIN
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+WORLD, MBITS, STEPS_OF_A_TURN = 2, 100, 3
+UNCODED, INT8 = "ZeroFn 3", "ZeroFn 3, int8"
+CODED = ["ZeroFn 3, bf16", "ZeroFn 3, fp8", INT8, "ZeroFn 3, int4 / int8"]
+ROWS = [*BESIDE, UNCODED, *CODED]
+WORSE = 0.02  # nats per token, of the final validation loss
+# What a run of --times takes from the file
+EARLIER = ("steps", "seeds", "tokens", "trained")
+Curve = list[tuple[float, float]]
+
+
+@contextlib.contextmanager
+def running(hosts: Hosts | Loopback, options: argparse.Namespace) -> Iterator[tuple[Ranks, dict[str, int]]]:
+    """The ranks, and how many tokens they have."""
+    with Ranks("the demo GPT", commands(hosts, options)) as ranks:
+        yield ranks, ranks.ask("begin")[0]
+
+
+def trained(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Losses of every row and seed."""
+    found: dict[str, list[dict[str, Any]]] = {row: [] for row in ROWS}
+    with running(Loopback(), options) as (ranks, tokens):
+        for seed, row in itertools.product(range(options.seeds), ROWS):
+            found[row].append(ranks.ask("train", row=row, seed=seed)[0])
+            loss, ms = found[row][-1]["validation"][-1][1], found[row][-1]["ms"]
+            console.print(f"seed {seed}  {row:<24} {loss:.4f} after {ms:.0f} ms/step", highlight=False)
+    return {"steps": options.steps, "seeds": options.seeds, "tokens": tokens, "trained": found}
+
+
+def timed(options: argparse.Namespace, console: Console) -> dict[str, list[float]]:
+    """Milliseconds of a step of every row, round by round, at 100 Mbit/s."""
+    found: dict[str, list[float]] = {row: [] for row in ROWS}
+    with throttled(WORLD) as hosts, running(hosts, options) as (ranks, _):
+        for row in ROWS:
+            ranks.ask("ready", row=row)
+        hosts.throttle(MBITS)
+        for number in range(options.rounds):
+            shift = number % len(ROWS)
+            for row in ROWS[shift:] + ROWS[:shift]:
+                found[row].append(max(x["ms"] for x in ranks.ask("time", row=row, num=STEPS_OF_A_TURN)))
+    for row, times in found.items():
+        console.print(f"{row:<24} {statistics.median(times):.0f} ms/step at {MBITS} Mbit/s", highlight=False)
+    return found
+
+
+def commands(hosts: Hosts | Loopback, options: argparse.Namespace) -> list[list[str]]:
+    """What starts the ranks."""
+    port = processes.free_port() if hosts.interface == LOOPBACK else 29500
+    command = [*program(sys.executable, "benchmarks.wire.gpt_rank"), "--world", str(WORLD), "--port", str(port)]
+    command += ["--steps", str(options.steps), "--every", str(options.every), "--folder", str(options.folder)]
+    command += ["--address", hosts.address, "--interface", hosts.interface]
+    return [hosts.inside(rank, [*command, "--rank", str(rank)]) for rank in range(WORLD)]
+
+
+def differences(trained: dict[str, list[dict[str, Any]]], row: str) -> list[float]:
+    """Final validation loss less that without a codec, seed by seed."""
+    pairs = zip(trained[row], trained[UNCODED], strict=True)
+    return [mine["validation"][-1][1] - plain["validation"][-1][1] for mine, plain in pairs]
+
+
+def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
+    """(step, validation loss), the mean over seeds."""
+    columns = zip(*(x["validation"] for x in run["trained"][row]), strict=True)
+    return [(column[0][0], statistics.fmean(loss for _, loss in column)) for column in columns]
+
+
+def over_time(run: dict[str, Any], row: str) -> Curve:
+    """(minutes at 100 Mbit/s, validation loss). PowerSGD's first steps take as long as DDP's."""
+    ms = {name: statistics.median(found) for name, found in run["ms at 100 Mbit/s"].items()}
+    whole = first_compressed(run["steps"]) if row == POWER_SGD else 0
+    return [
+        ((min(step, whole) * ms[PLAIN] + max(0, step - whole) * ms[row]) / 60_000, loss)
+        for step, loss in losses(run, row)
+    ]
+
+
+def minutes_to(curve: Curve, loss: float) -> float:
+    """When a curve has come down to a loss, on the straight lines between its points."""
+    for (before, above), (after, below) in itertools.pairwise(curve):
+        if below <= loss <= above:
+            return before + (after - before) * (above - loss) / (above - below)
+    return curve[0][0]
+
+
+def reached_by_all(run: dict[str, Any]) -> float:
+    """The lowest loss that every row reaches."""
+    return max(min(loss for _, loss in losses(run, row)) for row in ROWS)
+
+
+def checks(run: dict[str, Any]) -> list[Check]:
+    """What must hold of a finished run."""
+    out = []
+    for row in CODED:
+        found = differences(run["trained"], row)
+        mean = statistics.fmean(found)
+        shown = f"{mean:+.4f} ({', '.join(f'{x:+.4f}' for x in found)})"
+        out.append(Check(f"{row}: final validation loss less that of {UNCODED}", shown, mean, WORSE))
+    what = f"{INT8} / {POWER_SGD}, time to the same loss at {MBITS} Mbit/s"
+    if not run["ms at 100 Mbit/s"][PLAIN]:
+        return [*out, Check(what, "not measured", None, 1.0, strict=True)]
+    target = max(losses(run, row)[-1][1] for row in (INT8, POWER_SGD))
+    share = minutes_to(over_time(run, INT8), target) / minutes_to(over_time(run, POWER_SGD), target)
+    return [*out, Check(f"{what} of {target:.3f}", f"{share:.3f}", share, 1.0, strict=True)]
+
+
+def table(run: dict[str, Any]) -> Table:
+    """A run, as it is printed."""
+    has_times = bool(run["ms at 100 Mbit/s"][PLAIN])
+    title = f"The demo GPT, {run['steps']} steps of {WORLD} ranks, {run['seeds']} seeds: validation loss"
+    out = Table("system", title=title)
+    for name in ("final", f"less {UNCODED}", f"ms/step\n{MBITS} Mbit/s", f"minutes\nto {reached_by_all(run):.3f}"):
+        out.add_column(name, justify="right")
+    for row in ROWS:
+        difference = statistics.fmean(differences(run["trained"], row))
+        figures = [f"{losses(run, row)[-1][1]:.4f}", f"{difference:+.4f}", "-", "-"]
+        if has_times:
+            figures[2] = f"{statistics.median(run['ms at 100 Mbit/s'][row]):.0f}"
+            figures[3] = f"{minutes_to(over_time(run, row), reached_by_all(run)):.2f}"
+        out.add_row(row, *figures, style="bold green" if row.startswith("ZeroFn") else None)
+    return out
+
+
+# row -> (what it is called, its colour): those whose lines would lie on another's are left out
+DRAWN = {
+    PLAIN: ("DDP", "#6c8ebf"),
+    POWER_SGD: (f"DDP + PowerSGD, rank {POWER_SGD.split()[-1]}", "#1f3a6e"),
+    "ZeroFn 3, bf16": ("ZeroFn, bf16", "#f2b8c0"),
+    INT8: ("ZeroFn, int8", "#d1495b"),
+    "ZeroFn 3, int4 / int8": ("ZeroFn, int4 gathers", "#7d1128"),
+}
+
+
+def draw(run: dict[str, Any], path: Path) -> None:
+    """The validation loss over minutes at 100 Mbit/s."""
+    figure, axes = pyplot.subplots(figsize=(8.5, 5), layout="constrained")
+    target = reached_by_all(run)
+    for row, (name, colour) in DRAWN.items():
+        curve = over_time(run, row)
+        reached = minutes_to(curve, target)
+        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2.2, label=f"{name}: {reached:.1f} min")
+        axes.plot([reached], [target], "o", color=colour, markersize=7, zorder=3)
+    axes.axhline(target, color="#888888", linestyle=":", linewidth=1, zorder=0)
+    axes.set(xlabel="minutes of training at 100 Mbit/s", ylabel="validation loss, nats per token")
+    axes.set_xlim(left=0)
+    axes.set_title("A small GPT, trained by two ranks over 100 Mbit/s", loc="left", fontsize=12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, title=f"time to a loss of {target:.2f}", alignment="left")
+    told = f"{run['steps']} steps, mean of {run['seeds']} seeds. Losses are of runs without a limit; "
+    told += "minutes are steps times a step's time, measured at 100 Mbit/s."
+    figure.supxlabel(told, fontsize=8, color="#555555", x=0.02, ha="left")
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=600)
+    add("--seeds", type=int, default=3)
+    add("--every", type=int, default=50, help="steps between validations")
+    add("--rounds", type=int, default=7, help=f"turns of {STEPS_OF_A_TURN} steps at {MBITS} Mbit/s")
+    add("--times", action="store_true", help="only time steps, beside the losses that --out has from an earlier run")
+    add("--folder", type=Path, default=HERE.parent / "runs" / "wire_quality", help="where tokens lie")
+    add("--out", type=Path, default=HERE / "results" / "wire_quality.json")
+    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options, console = arguments(), Console(width=150 if not sys.stdout.isatty() else None)
+    why_not = unavailable()
+    if why_not:
+        console.print(why_not, highlight=False)
+    try:
+        earlier = json.loads(options.out.read_text()) if options.times else {}
+        run = {name: earlier[name] for name in EARLIER} if options.times else trained(options, console)
+        run["ms at 100 Mbit/s"] = dict.fromkeys(ROWS, []) if why_not else timed(options, console)
+    except BenchmarkError as error:
+        print(f"benchmark failed: {error}", file=sys.stderr)
+        return 1
+    run = {"surroundings": report.surroundings(), "torch": torch.__version__} | run
+    held = checks(run)
+    console.print(table(run))
+    console.print(report.check_table(held))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if not why_not:
+        draw(run, options.out.with_suffix(".png"))
+    return report.conclude(options.out, run, held, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""What is measured on throttled links: by ZeroFn with and without codecs, and by the systems beside it.
+
+A builder takes `(work, rank, world)` and returns a `Row`, whose step takes this rank's own tokens. To add a row, add it
+to `PEERS` or `ZEROFN`: all else follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common.peers import Row, adamw, ddp, deepspeed, fsdp2, state_of, train_once
+from benchmarks.common.workload import Workload
+from benchmarks.common.zerofn_rows import Compiled
+
+Builder = Callable[[Workload, int, int], Row]
+Ddp = torch.nn.parallel.DistributedDataParallel
+
+RANK_OF_MATRICES = 4  # PowerSGD's authors take 1 to 4 for language models
+FIRST_COMPRESSED = 2  # the first step that its hook takes; a run of training takes more as they are
+PLAIN = "DDP"  # what all ratios are to
+
+
+def in_ddp(module: torch.nn.Module) -> Ddp:
+    """DDP as its documentation says."""
+    return Ddp(module, gradient_as_bucket_view=True)
+
+
+def in_bf16(module: torch.nn.Module) -> Ddp:
+    """DDP whose hook sends gradients in bfloat16."""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return bf16_compress_hook(group, bucket)  # under its own name DDP refuses it for gloo, which can sum bfloat16
+
+    hook.__annotations__.clear()  # these are texts here, and DDP compares them with types
+    model = in_ddp(module)
+    model.register_comm_hook(dist.group.WORLD, hook)
+    return model
+
+
+def in_power_sgd(module: torch.nn.Module, first: int = FIRST_COMPRESSED) -> Ddp:
+    """DDP whose hook sends matrices of low rank, from step `first` on."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    # In one bucket: each bucket has three transfers in a row, which several buckets start in an order of their own on
+    # each rank, and gloo then takes one for another.
+    model = Ddp(module, gradient_as_bucket_view=True, bucket_cap_mb=1 << 14)
+    how = {"matrix_approximation_rank": RANK_OF_MATRICES, "start_powerSGD_iter": first}
+    model.register_comm_hook(powerSGD_hook.PowerSGDState(None, **how), powerSGD_hook.powerSGD_hook)
+    return model
+
+
+def hooked(wrap: Callable[[torch.nn.Module], Ddp]) -> Builder:
+    """DDP with a communication hook."""
+
+    def build(work: Workload, rank: int, world: int) -> Row:
+        model = wrap(work.build())
+        optimizer = adamw(model.parameters())
+        return Row(train_once(model, optimizer), lambda: state_of(model, optimizer))
+
+    return build
+
+
+PEERS: dict[str, Builder] = {
+    PLAIN: ddp,
+    "DDP, bf16 hook": hooked(in_bf16),
+    f"DDP, PowerSGD {RANK_OF_MATRICES}": hooked(in_power_sgd),
+    "FSDP2": fsdp2(True),
+    "DeepSpeed ZeRO++": deepspeed(3, zero_quantized_weights=True, zero_quantized_gradients=True),
+}
+INT4: dict[str, Any] = {"gather": "int4", "reduce": "int8"}
+# name -> (stage, what `shard` is told): a word, or the arguments of a `zerofn.Wire`
+ZEROFN: dict[str, tuple[int, str | dict[str, Any] | None]] = {
+    "ZeroFn 3": (3, None),
+    "ZeroFn 3, bf16": (3, "bf16"),
+    "ZeroFn 3, fp8": (3, "fp8"),
+    "ZeroFn 3, int8": (3, "int8"),
+    "ZeroFn 3, int4 / int8": (3, INT4),
+    "ZeroFn 1, int8": (1, "int8"),
+}
+
+
+def wire_of(given: str | dict[str, Any] | None) -> Any:
+    """What `shard(wire=)` takes."""
+    import zerofn
+
+    return zerofn.Wire(**given) if isinstance(given, dict) else given
+
+
+def coded(name: str, work: Workload) -> Compiled:
+    """A row of ZeroFn's."""
+    stage, wire = ZEROFN[name]
+    return Compiled(work, stage, wire=wire_of(wire))
