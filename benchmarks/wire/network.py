@@ -45,7 +45,7 @@ Found = dict[str, dict[str, list[dict[str, Any]]]]  # row -> link -> what each r
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """`mbits`: 0 without a limit. `steps`: of a turn. `rounds`: by number of ranks; the slower the link, the fewer, since
+    """`mbits`: 0 without a limit. `steps`: of a turn. `rounds`: by number of ranks; the slower the link, the fewer, as
     it alone decides there.
     """
 
