@@ -56,7 +56,7 @@ class Link:
 
 LINKS = {
     "100 Mbit/s": Link(100, 1, {2: 3, 4: 2}),
-    "1 Gbit/s": Link(1000, 2, {2: 5, 4: 3}),
+    "1 Gbit/s": Link(1000, 2, {2: 5, 4: 2}),
     "10 Gbit/s": Link(10_000, 2, {2: 7, 4: 3}),
 }
 UNLIMITED = {"loopback": Link(0, 2, {2: 7, 4: 3})}
@@ -251,6 +251,8 @@ def main() -> int:
         versions = check_versions(options) if Path(options.peers_python).exists() else {}
         for world in options.worlds:
             cells[str(world)] = measured(world, options, why_not, console)
+            written = {"versions": versions, "workload": work.name, "parameters": work.num_parameters(), "cells": cells}
+            report.write_json(options.out, written, checks(cells))  # what comes next may fail
     except BenchmarkError as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1
@@ -258,8 +260,7 @@ def main() -> int:
         console.print(table(world, cell, work.num_parameters()))
     held = checks(cells)
     console.print(report.check_table(held))
-    run = {"versions": versions, "workload": options.workload, "parameters": work.num_parameters(), "cells": cells}
-    return report.conclude(options.out, run, held, options.check)
+    return report.conclude(options.out, written, held, options.check)
 
 
 if __name__ == "__main__":
