@@ -99,6 +99,23 @@ class Meetings:
         finally:
             self.refused = before
 
+    @contextlib.contextmanager
+    def put_off(self) -> Iterator[list[Any]]:
+        """Let what begins inside be settled where it is taken up: its transfers may be waited for after those of later
+        meetings. Yields a list of it, for `take_up`.
+        """
+        before, found = len(self._open), list[Any]()
+        try:
+            yield found
+        finally:
+            while len(self._open) > before:
+                found.insert(0, self._open.pop())
+
+    def take_up(self, meetings: list[Any]) -> None:
+        """Let the next `settle` wait for meetings that were put off."""
+        self._open.extend(meetings)
+        meetings.clear()
+
     def begin_round(self, what: str) -> None:
         """Tell every group that this rank waits for all others in the store."""
         for group in filter(is_there, list(self._numbers)):

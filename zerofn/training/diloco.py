@@ -92,14 +92,14 @@ def diloco(
 
     `fragments`: in how many parts parameters are sent. Units are dealt out to them one after the other. Fragment f of F
     is sent behind each inner step s with s % every == (f + 1) * every // F % every. `tau`: how many inner steps later
-    its outer step comes; the sums of differences travel behind the first of these, their means behind the others. So
-    with `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain DiLoCo: replicas wait for it.
+    its outer step comes; the sums of differences travel behind the first half of these, their means behind the other.
+    With `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain DiLoCo: replicas wait for it.
     `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of the outer optimizer's; None is
     0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are sent: "bf16", "int8", "fp8", or a
     `zerofn.Wire`, whose `reduce` is for differences and `gather` for means. All replicas decode the same means.
 
     The step takes what its method `init` returns, see `DilocoState`. Every rank must call it. A replica that is slow is
-    waited for where a fragment is sent or used; one that fails ends the job. Its last checkpoint is loaded by any
+    waited for where its differences are used; one that fails ends the job. Its last checkpoint is loaded by any
     number of replicas: replica r goes on with the entry r % n of those n that were saved.
 
     Raises `ValueError` for numbers out of range and an argument that has no effect, `TypeError` for an `outer` that is
@@ -222,7 +222,9 @@ class Diloco:
             if count >= first:
                 ages[f] = (count - first) % self.every
         begin = [f for f, age in ages.items() if age == 0]
-        return begin, [f for f, age in ages.items() if 0 < age < self.tau], [f for f in ages if ages[f] == self.tau]
+        half = -(-self.tau // 2)  # sums travel as long as means
+        go_on = [f for f, age in ages.items() if age == half < self.tau]
+        return begin, go_on if half else [], [f for f, age in ages.items() if age == self.tau]
 
     def _checked(self, state: Any) -> Sharded:
         """Return the parameters of a state. Raises `TypeError` or `ValueError` for one that replicas cannot train."""
@@ -302,7 +304,8 @@ class _Meetings:
 
     def _begin(self, f: int, fragment: Fragment) -> None:
         anchor, own = part(self._params, fragment), part(self._leaves[self._at], fragment)
-        shards = [a - mine.to(a.dtype) for a, mine in zip(anchor.shards, own.shards, strict=True)]
+        mine = [x.load_and_decode() for x in own.stored]
+        shards = [a - x.to(a.dtype) for a, x in zip(anchor.shards, mine, strict=True)]
         if not self._step.tau:
             self._use(f, fragment, self._mean(Sharded(anchor.spec, shards)).finished())
             return

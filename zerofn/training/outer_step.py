@@ -17,6 +17,7 @@ from ..comm.transport import wait_
 from ..comm.wire import row_bytes
 from ..geometry.layout import restrict
 from ..job.in_flight import pending
+from ..job.step_order import meetings
 from ..offload.policy import Offload
 from ..optim.base import GradientTransformation, step
 from ..sharding.replica_entries import Same
@@ -86,7 +87,7 @@ class Mean:
     def __init__(self, differences: Sharded, axis: Axis, wire: Wire | None) -> None:
         self._spec, self._axis, self._wire = differences.spec, axis, wire
         self._generation = pending().generation
-        self._parts = [self._started("reduce", k, x) for k, x in enumerate(differences.shards)]
+        self._parts = self._started("reduce", differences.shards)
         self._gathered = False
 
     @property
@@ -97,16 +98,24 @@ class Mean:
     def go_on(self) -> None:
         """Wait for the sums, and start to gather their means."""
         if not self._gathered:
-            means = [ops.wait(x).div(self._axis.size) for x in self._parts]
-            self._parts = [self._started("gather", k, x) for k, x in enumerate(means)]
+            self._parts = self._started("gather", [x.div(self._axis.size) for x in self._waited()])
             self._gathered = True
 
     def finished(self) -> list[Tensor]:
         """Wait for the means: the shards of each unit."""
         self.go_on()
+        return self._waited()
+
+    def _waited(self) -> list[Tensor]:
+        meetings().take_up(self._meetings)
         return [ops.wait(x) for x in self._parts]
 
-    def _started(self, what: str, k: int, x: Tensor) -> Tensor:
+    def _started(self, what: str, shards: Iterable[Tensor]) -> list[Tensor]:
+        # A replica that is late is waited for where its values are used, and not by what is sent meanwhile.
+        with meetings().put_off() as self._meetings:
+            return [self._start(what, k, x) for k, x in enumerate(shards)]
+
+    def _start(self, what: str, k: int, x: Tensor) -> Tensor:
         axis, unit = self._axis, self._spec.layout.units[k]
         if axis.size == 1:
             return x.clone()
