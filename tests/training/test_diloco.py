@@ -313,6 +313,8 @@ def evaluated():
     state, _ = run(mesh, zerofn.compile(step), state, last=EVERY + 1)
     model = build()
     evaluate = zerofn.compile(lambda params, batch: loss_of(model, zerofn.gather(params), batch))
+    on_last = zerofn.unshard(state.replicas, rank=1)
+    assert (on_last.params is None) == (on_last.step is None) == (zerofn.rank() == 0)
     return evaluate(state.params, rows(0, 0)), {k: x.clone() for k, x in zerofn.gather(state.params).items()}
 
 

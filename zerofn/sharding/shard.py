@@ -255,12 +255,13 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
     """
     check_whole(state, "unshard")
-    for x in tree.leaves(state, is_leaf=is_sharded):
-        if rank is not None and is_sharded(x) and rank not in range(x.spec.mesh.num_ranks):
-            raise ValueError(
-                f"unshard: rank={rank!r} is not there; the state lies on {x.spec.mesh.num_ranks} rank(s), "
-                "numbered from 0. Leave rank out to have it on all of them."
-            )
+    found = [x.spec.mesh for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
+    mesh = max(found, key=lambda mesh: mesh.num_ranks, default=None)  # what replicas have of their own is on fewer
+    if rank is not None and mesh is not None and rank not in range(mesh.num_ranks):
+        raise ValueError(
+            f"unshard: rank={rank!r} is not there; the state lies on {mesh.num_ranks} rank(s), "
+            "numbered from 0. Leave rank out to have it on all of them."
+        )
 
     if current_trace() is None:  # transfers would wait in silence for a rank that does not come
         agree_on("zerofn.unshard", lambda: (None, "" if only is None else _units_with(state, only)))
@@ -268,7 +269,7 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     def full(x: Any) -> Any:
         if not is_sharded(x):
             return x.clone() if isinstance(x, Tensor) else x
-        here = rank in (None, x.spec.mesh.all.rank)
+        here = rank is None or mesh is None or rank == mesh.all.rank
         leaves: list[Any] = [None] * len(x.layout.where)
         for i, unit in enumerate(x.layout.units):
             if only is not None and not _has(unit, only):
