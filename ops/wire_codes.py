@@ -19,7 +19,7 @@ from .kernel_args import GRADIENTS, check_tensor
 FORMATS = ("int8", "int4", "fp8")  # zf_wire
 BLOCKS = (128, 256, 512, 1024, 2048)  # elements; shards start at multiples of the largest
 _TOP = {"int8": 127.0, "int4": 7.0}
-_LEAST = 2.0**-100  # scale
+_LEAST, _TOP_SCALE = 2.0**-100, {"int8": 2.0**120, "int4": 2.0**124, "fp8": 2.0**119}  # scales
 _AT_ONCE = 1 << 12  # blocks: torch's operations take some bytes an element beside
 _MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000
 
@@ -180,9 +180,8 @@ def _scale(top: Tensor, format: str) -> Tensor:
         scale = torch.where(top > 0, power.view(torch.float32), 0.0)
     else:
         scale = top / _TOP[format]
-        near, down = scale.bfloat16().float(), (scale.view(torch.int32) & -0x10000).view(torch.float32)
-        scale = torch.where(scale < _LEAST, 0.0, torch.where(top > 2.0**127, down, near))
-    return torch.where(top.isfinite(), scale, torch.nan)
+        scale = torch.where(scale < _LEAST, 0.0, scale.bfloat16().float())
+    return torch.where(top.isfinite() & (scale <= _TOP_SCALE[format]), scale, torch.nan)
 
 
 def _decoded(given: Codes) -> Tensor:

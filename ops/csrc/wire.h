@@ -7,7 +7,8 @@
  *
  * The scale of integers is (the largest magnitude) / 127 or / 7, rounded to bfloat16. That is off by 2^-9 at most, so the
  * largest element still has the top code, a product of code and scale is exact in fp32, and encoding what was decoded
- * gives the same codes and scale. A block that is too small for a scale is of zeros. One with a NaN or inf is of NaN.
+ * gives the same codes and scale. A block that is too small for a scale is of zeros. One with a NaN, an inf or a scale
+ * above ZF_TOP_SCALE, whose products with codes would go beyond the largest number, is of NaN.
  */
 #ifndef ZEROFN_WIRE_H
 #define ZEROFN_WIRE_H
@@ -18,6 +19,8 @@ enum zf_wire { ZF_INT8, ZF_INT4, ZF_FP8 };
 
 #define ZF_LEAST_SCALE 0x0D800000u /* 2^-100: no product of a scale and a code is a denormal number */
 #define ZF_TOP_CODE(format) ((format) == ZF_INT8 ? 127.0f : 7.0f)
+#define ZF_TOP_SCALE(format)                                                                                           \
+    ((format) == ZF_INT8 ? 0x7B800000u : (format) == ZF_INT4 ? 0x7D800000u : 0x7B000000u) /* 2^120, 2^124, 2^119 */
 #define ZF_MAGIC 12582912.0f /* 1.5 * 2^23: a sum with it rounds to an integer, which its lowest bits are */
 
 ZF_FN zf_u32 zf_bits_of(float x) {
@@ -42,14 +45,15 @@ ZF_FN float zf_float_of(zf_u32 bits) {
 /* The bits of the largest magnitude of a block -> the bits of its scale, the lower half of which is zero. */
 ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format) {
     if (top >= ZF_INF) return ZF_NAN;
+    zf_u32 scale;
     if (format == ZF_FP8) { /* the least power of two with top <= 448 * scale */
         zf_u32 power = (top + 0x001FFFFFu) & ZF_INF, least = ZF_LEAST_SCALE + 0x04000000u;
-        return top == 0u ? 0u : (power > least ? power : least) - 0x04000000u;
+        scale = top == 0u ? 0u : (power > least ? power : least) - 0x04000000u;
+    } else {
+        scale = zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format));
+        scale = scale < ZF_LEAST_SCALE ? 0u : (scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
     }
-    zf_u32 scale = zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format));
-    if (scale < ZF_LEAST_SCALE) return 0u;
-    /* Near the largest number of all it is rounded down, so that no product is inf. */
-    return (top > 0x7F000000u ? scale : scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
+    return scale > ZF_TOP_SCALE(format) ? ZF_NAN : scale;
 }
 
 /* What elements are multiplied by to be encoded; 0 where every code is to be that of zero. */

@@ -61,7 +61,7 @@ WAYS = {
 }
 
 
-@pytest.mark.part(name=["blocks"], way=["recomputed"])
+@pytest.mark.part(name=["blocks"], way=["alone"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["blocks", "llama", "gpt2", "t5"])
 def test_the_peak_is_at_most_what_was_planned(name, way):

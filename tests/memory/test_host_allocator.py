@@ -79,7 +79,7 @@ print(now("RssAnon") - before, 24 * 12 << 21)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_skeletons_and_new_states_leave_no_holes_in_the_heap():
     done = subprocess.run([sys.executable, "-c", CREATION], capture_output=True, text=True, check=True, timeout=120)

@@ -69,7 +69,7 @@ def test_what_arrives_is_what_float64_says(format, dtype, isa):
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_was_decoded_arrives_as_it_is(format, isa):
     """For any magnitude, so that a rank may send on what it has received."""
-    for block, scale in itertools.product((128, 2048), (1e-38, 1e-31, 1e-20, 1.0, 3e37)):
+    for block, scale in itertools.product((128, 2048), (1e-38, 1e-31, 1e-20, 1.0, 1.4e37)):
         once = decoded(encoded(numbers(4 * block, 1).clamp(-10, 10) * scale, format, block))
         assert torch.equal(decoded(encoded(once, format, block)), once), (block, scale)
 
@@ -123,6 +123,17 @@ def test_what_is_not_finite_spoils_its_block_alone(format, isa):
     x[3], x[200], x[256:384] = -torch.inf, torch.nan, 0.0
     found = decoded(encoded(x, format, 128)).view(4, 128)
     assert found[:2].isnan().all() and not found[2].any() and torch.allclose(found[3], torch.ones(128), rtol=2**-8)
+
+
+@each_isa
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_largest_numbers_arrive_or_spoil_their_block(format, isa):
+    """Their codes are the top ones, never beyond, where an integer would change its sign."""
+    most = 2.0**120 * 127 if format == "int8" else 2.0**124 * 7 if format == "int4" else 2.0**119 * 448
+    tops = torch.cat([most * (1 - torch.arange(64) / 128), torch.tensor([1.01 * most, 3.4e38])])
+    found = decoded(encoded(tops.repeat_interleave(128), format, 128)).view(-1, 128)
+    assert torch.allclose(found[:64], tops[:64, None].expand(64, 128), rtol=1 / 16 if format == "fp8" else 2**-8)
+    assert found[64:].isnan().all()
 
 
 def test_threads_change_no_bit():

@@ -59,6 +59,7 @@ def small(config):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+@pytest.mark.whole
 def test_parts_take_less_memory_and_send_no_more(ranks):
     ((sent, kept), *_), ((sent_whole, kept_whole), *_) = ranks(2, lowered, True), ranks(2, lowered, False)
     assert sent < sent_whole  # logits are not gathered, which is more than what is gathered again

@@ -31,6 +31,7 @@ def planned(tmp_path, capsys):
     return run
 
 
+@pytest.mark.whole
 def test_the_fastest_is_planned_with_all_layers(planned):
     status, out, found = planned()
     assert status == 0

@@ -29,8 +29,8 @@ class Wire:
 
     "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
     each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
-    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. Numbers are rounded to nearest. A block with a NaN
-    or inf arrives as NaN.
+    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. Numbers are rounded to nearest. A block with a
+    NaN, an inf or a number above 1.4e38 arrives as NaN.
 
     Leaves of fewer than `smallest` elements, such as norms and biases, travel as they are, and so do units of integers
     or of float64.
