@@ -67,6 +67,7 @@ class Stages:
         self._stages = stages
         self.begins = boundaries(region, self._stages, count)
         self.at = {x: bisect_right(self.begins, region.order[x]) for x in region.forward}
+        self.at |= self._made_where_written()
         self._have: dict[int, set[Node]] = defaultdict(set)  # stage -> what is there of the forward pass
         self._crossings: dict[Crossing, None] = {}
         self._send_forwards()
@@ -84,6 +85,17 @@ class Stages:
         self.crossings = sorted(self._crossings, key=lambda x: (x.backward, where[x.value], x.target))
 
     # forwards
+
+    def _made_where_written(self) -> dict[Node, int]:
+        """Return the stages of copies of the batch, or of buffers, that are written: each is made where it is used
+        first. A loss function may make all of them before its first layer.
+        """
+        causes, used = self.region.causes, dict[Node, int]()
+        for node in self.region.forward:
+            for memory in {causes.root[x] for x in (node, *node.all_input_nodes)} - {node}:
+                used.setdefault(memory, self.at[node])
+        free = lambda x: not any(self.region.reads([x]))  # noqa: E731
+        return {x: used[x] for x in self.region.forward if x in causes.written and x in used and free(x)}
 
     def _send_forwards(self) -> None:
         for node in self.region.forward:
