@@ -182,9 +182,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
     axes.set_title("A small GPT, trained by two ranks over 100 Mbit/s", loc="left", fontsize=12)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, title=f"time to a loss of {target:.2f}", alignment="left")
-    told = (
-        f"{run['steps']} steps, seeds: {run['seeds']}. Losses are of runs without a limit; DDP has those of stage 3.\n"
-    )
+    told = f"{run['steps']} steps, seeds: {run['seeds']}. Losses: runs without a limit; DDP has those of stage 3.\n"
     told += "Minutes are steps times a step's time, measured at 100 Mbit/s."
     figure.supxlabel(told, fontsize=8, color="#555555", x=0.02, ha="left")
     figure.savefig(path, dpi=140)
