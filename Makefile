@@ -65,6 +65,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.pipe.schedules
 	$(VENV)/bin/python -m benchmarks.pipe.pipe
 	$(VENV)/bin/python -m benchmarks.pipe.foresight
+	$(VENV)/bin/python -m benchmarks.pipe.plans
 	$(VENV)/bin/python -m benchmarks.pipe.equality --part cover
 	$(VENV)/bin/python -m benchmarks.memory.memory
 	$(VENV)/bin/python -m benchmarks.memory.foresight
