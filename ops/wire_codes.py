@@ -1,4 +1,4 @@
-"""What ranks send in 8 or 4 bits: blocks of elements with one scale each. The formats are in `csrc/wire.h`.
+"""What ranks send in 8, 4 or 1 bits: blocks of elements with one scale each. The formats are in `csrc/wire.h`.
 
 On the CPU the library does it, on GPUs the kernels; where these are missing, torch's operations, with the same bits.
 """
@@ -16,17 +16,19 @@ from torch import Tensor
 from . import cpu, cuda, native
 from .kernel_args import GRADIENTS, check_tensor
 
-FORMATS = ("int8", "int4", "fp8")  # zf_wire
+FORMATS = ("int8", "int4", "fp8", "sign")  # zf_wire
+_BITS = {"int8": 8, "int4": 4, "fp8": 8, "sign": 1}  # of an element's code
 BLOCKS = (128, 256, 512, 1024, 2048)  # elements; shards start at multiples of the largest
 _TOP = {"int8": 127.0, "int4": 7.0}
 _LEAST, _TOP_SCALE = 2.0**-100, {"int8": 2.0**120, "int4": 2.0**124, "fp8": 2.0**119}  # scales
 _AT_ONCE = 1 << 12  # blocks: torch's operations take some bytes an element beside
 _MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000
+_SUMS = 256  # by which the magnitudes of a block are added up
 
 
 class Codes(NamedTuple):
-    """A tensor as it is sent. `codes`: uint8, a byte an element, with int4 half of one. `scales`: bfloat16, one for
-    each block of `block` elements.
+    """A tensor as it is sent. `codes`: uint8, a byte an element; with "int4" half of one, with "sign" a bit. `scales`:
+    bfloat16, one for each block of `block` elements.
     """
 
     codes: Tensor
@@ -52,7 +54,7 @@ class Codes(NamedTuple):
 
 def bits(format: str) -> int:
     """Return the bits of an element's code."""
-    return 4 if format == "int4" else 8
+    return _BITS[format]
 
 
 def encode(x: Tensor, out: Codes) -> None:
@@ -156,11 +158,14 @@ def _windows(x: Tensor, of: Codes) -> Iterator[tuple[Tensor, Codes]]:
 
 def _encode(x: Tensor, out: Codes) -> None:
     blocks = x.float().view(-1, out.block)
+    if out.format == "sign":
+        _encode_signs(blocks, out)
+        return
     scale = _scale(blocks.abs().amax(1), out.format)
     usual = (scale > 0) & scale.isfinite()
     y = blocks * torch.where(usual, 1.0 / scale, 0.0)[:, None]
     y = torch.where(scale.isfinite()[:, None], y, 0.0)
-    out.scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+    _put_scales(scale, out)
     if out.format == "fp8":
         codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
@@ -172,6 +177,39 @@ def _encode(x: Tensor, out: Codes) -> None:
     out.codes.copy_(torch.where(spoiled, 0, codes).view(-1))
 
 
+def _encode_signs(blocks: Tensor, out: Codes) -> None:
+    scale = _mean(blocks.abs())
+    _put_scales(scale, out)
+    negative = (blocks < 0) & (scale > 0)[:, None]
+    planes = negative.view(-1, 8, out.block // 8).to(torch.uint8)
+    codes = planes[:, 0]
+    for k in range(1, 8):
+        codes = codes | planes[:, k] << k
+    out.codes.copy_(codes.view(-1))
+
+
+def _mean(sizes: Tensor) -> Tensor:
+    """Magnitudes of blocks [blocks, block] -> the scales of signs, fp32 numbers that bfloat16 has."""
+    block = sizes.shape[1]
+    first, *others = sizes.split(_SUMS, 1)
+    total = first
+    for x in others:
+        total = total + x
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    scale = _rounded(total[:, 0] / block)
+    return torch.where(total[:, 0].isfinite(), scale, torch.nan)
+
+
+def _rounded(scale: Tensor) -> Tensor:
+    return torch.where(scale < _LEAST, 0.0, scale.bfloat16().float())
+
+
+def _put_scales(scale: Tensor, out: Codes) -> None:
+    out.scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
+
+
 def _scale(top: Tensor, format: str) -> Tensor:
     """The largest magnitudes of blocks, fp32 -> their scales, fp32 numbers that bfloat16 has."""
     if format == "fp8":
@@ -179,8 +217,7 @@ def _scale(top: Tensor, format: str) -> Tensor:
         power = ((top.view(torch.int32) + 0x1FFFFF) & 0x7F800000).clamp(min=(27 << 23) + octaves) - octaves
         scale = torch.where(top > 0, power.view(torch.float32), 0.0)
     else:
-        scale = top / _TOP[format]
-        scale = torch.where(scale < _LEAST, 0.0, scale.bfloat16().float())
+        scale = _rounded(top / _TOP[format])
     return torch.where(top.isfinite() & (scale <= _TOP_SCALE[format]), scale, torch.nan)
 
 
@@ -190,6 +227,9 @@ def _decoded(given: Codes) -> Tensor:
         values = codes.view(torch.float8_e4m3fn).float()
     elif given.format == "int8":
         values = codes.view(torch.int8).float()
+    elif given.format == "sign":
+        planes = torch.arange(8, dtype=torch.uint8, device=codes.device).view(1, 8, 1)
+        values = 1.0 - 2.0 * (codes.view(-1, 1, given.block // 8) >> planes & 1).float()
     else:
         halves = codes.view(-1, given.block // 2)
         values = torch.stack([halves & 15, halves >> 4], 1).float().sub_(8.0)

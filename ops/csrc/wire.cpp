@@ -29,6 +29,7 @@ ZF_FN zf_u code_of(zf_f y) {
 template <int format>
 ZF_FN zf_f value_of(zf_u code) { // int8: its sign extended; int4: plus 8
     if (format == ZF_FP8) return zf_wire_of_fp8(code);
+    if (format == ZF_SIGN) return zf_float(code << 31 | 0x3F800000u);
     return __builtin_convertvector((zf_i)code - (format == ZF_INT4 ? 8 : 0), zf_f);
 }
 template <int format>
@@ -38,7 +39,7 @@ ZF_FN zf_u codes_at(const zf_u8 *codes) {
 
 template <int format>
 ZF_FN zf_i64 bytes_of(zf_i64 block) {
-    return format == ZF_INT4 ? block / 2 : block;
+    return block / ZF_PLANES(format);
 }
 
 // The bits of the largest magnitude of a block's elements.
@@ -56,13 +57,58 @@ ZF_FN zf_u32 top_of(const typename Number::stored *x, zf_i64 block) {
     return largest_of(first > second ? first : second);
 }
 
+// The sum of the magnitudes of a block's elements, in the order that wire.h says.
+template <class Number>
+ZF_FN float sum_of(const typename Number::stored *x, zf_i64 block) {
+    zf_f sums[ZF_SUMS / ZF_LANES];
+    for (int k = 0; k < ZF_SUMS / ZF_LANES; ++k) {
+        sums[k] = zf_f{};
+        for (zf_i64 i = k * ZF_LANES; i < block; i += ZF_SUMS) {
+            soon<true>(x + i);
+            sums[k] += zf_float(zf_bits(Number::get(x + i)) & ZF_ABS);
+        }
+    }
+    for (int half = ZF_SUMS / ZF_LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    zf_f last = sums[0];
+    for (int half = ZF_LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; ++k) last[k] += last[k + half];
+    return last[0];
+}
+
+// The bits of a block's scale.
+template <int format, class Number>
+ZF_FN zf_u32 scale_of(const typename Number::stored *x, zf_i64 block) {
+    if (format == ZF_SIGN) return zf_wire_mean(sum_of<Number>(x, block), block);
+    return zf_wire_scale(top_of<Number>(x, block), format);
+}
+
+// The signs of a block of `8 * size` elements, a bit each.
+template <class Number>
+ZF_FN void encode_signs(const typename Number::stored *x, zf_u8 *codes, zf_i64 size) {
+    for (zf_i64 i = 0; i < size; i += AT_ONCE) {
+        const int count = (int)((size - i < AT_ONCE ? size - i : AT_ONCE) / ZF_LANES);
+        zf_u now[4] = {};
+        for (int k = 0; k < count; ++k)
+            for (int plane = 0; plane < 8; ++plane)
+                now[k] |= ((zf_u)(Number::get(x + plane * size + i + k * ZF_LANES) < zf_f{}) & 1u) << plane;
+        zf_u8 bytes[AT_ONCE];
+        put_low_bytes(bytes, now);
+        __builtin_memcpy(codes + i, bytes, (zf_u64)count * ZF_LANES);
+    }
+}
+
 // A block's elements -> its codes, for a scale.
 template <int format, class Number>
 ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block) {
     const float inverse = zf_wire_inverse(scale);
     const zf_i64 half = block / 2, size = bytes_of<format>(block);
-    if (scale > ZF_INF) {
+    if (scale > ZF_INF || (format == ZF_SIGN && scale == 0u)) {
         __builtin_memset(codes, 0, (zf_u64)size);
+        return;
+    }
+    if (format == ZF_SIGN) {
+        encode_signs<Number>(x, codes, size);
         return;
     }
     for (zf_i64 i = 0; i < size; i += AT_ONCE) {
@@ -81,20 +127,24 @@ ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, 
 template <int format>
 ZF_FN zf_f value_at(const zf_u8 *codes, zf_i64 at, zf_i64 block, zf_u16 scale) {
     const float by = zf_float_of((zf_u32)scale << 16);
+    if (format == ZF_SIGN) {
+        const zf_i64 plane = at / (block / 8);
+        return value_of<format>(codes_at<format>(codes + at - plane * (block / 8)) >> (zf_u32)plane) * by;
+    }
     if (format != ZF_INT4) return value_of<format>(codes_at<format>(codes + at)) * by;
     const zf_i64 half = block / 2;
     const zf_u both = codes_at<format>(codes + (at < half ? at : at - half));
     return value_of<format>(at < half ? both & 0xFu : both >> 4) * by;
 }
 
-// The largest of the next block is looked for before a block is encoded: memory is read on while its scale is divided.
+// The next block's scale is looked for before a block is encoded: memory is read on while it is divided.
 template <int format, class Number>
 void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block) {
     const typename Number::stored *x = (const typename Number::stored *)from;
-    zf_u32 top = first < last ? top_of<Number>(x + first * block, block) : 0u;
+    zf_u32 next = first < last ? scale_of<format, Number>(x + first * block, block) : 0u;
     for (zf_i64 b = first; b < last; ++b) {
-        const zf_u32 scale = zf_wire_scale(top, format);
-        if (b + 1 < last) top = top_of<Number>(x + (b + 1) * block, block);
+        const zf_u32 scale = next;
+        if (b + 1 < last) next = scale_of<format, Number>(x + (b + 1) * block, block);
         encode<format, Number>(x + b * block, codes + b * bytes_of<format>(block), scale, block);
         scales[b] = (zf_u16)(scale >> 16);
     }
@@ -124,7 +174,10 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
 }
 
 #define ZF_EACH_FORMAT(call)                                                                                           \
-    format == ZF_INT8 ? call(ZF_INT8) : format == ZF_INT4 ? call(ZF_INT4) : call(ZF_FP8)
+    format == ZF_INT8   ? call(ZF_INT8)                                                                                \
+    : format == ZF_INT4 ? call(ZF_INT4)                                                                                \
+    : format == ZF_FP8  ? call(ZF_FP8)                                                                                 \
+                        : call(ZF_SIGN)
 #define ZF_EACH_NUMBER(function, format, ...)                                                                          \
     (number == ZF_FP32   ? function<format, Fp32>(__VA_ARGS__)                                                         \
      : number == ZF_BF16 ? function<format, Bf16>(__VA_ARGS__)                                                         \

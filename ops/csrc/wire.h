@@ -1,26 +1,35 @@
-/* How ranks send numbers in 8 or 4 bits: blocks of 128 to 2,048 elements, each with one scale, a bfloat16.
+/* How ranks send numbers in 8, 4 or 1 bits: blocks of 128 to 2,048 elements, each with one scale, a bfloat16.
  *
  * int8    codes -127 to 127, times the scale.
  * int4    codes -7 to 7, times the scale; stored plus 8, and two in a byte: the lower half of byte i is element i of
  *         the block, the upper half is element i + block / 2.
  * fp8     float8 e4m3, times the scale, which is a power of two.
+ * sign    1 where an element is negative: it stands for plus or minus the scale. Bit k of byte i is element
+ *         i + k * block / 8.
  *
  * The scale of integers is (the largest magnitude) / 127 or / 7, rounded to bfloat16. That is off by 2^-9 at most, so the
  * largest element still has the top code, a product of code and scale is exact in fp32, and encoding what was decoded
  * gives the same codes and scale. A block that is too small for a scale is of zeros. One with a NaN, an inf or a scale
  * above ZF_TOP_SCALE, whose products with codes would go beyond the largest number, is of NaN.
+ *
+ * The scale of signs is the mean magnitude, rounded to bfloat16. It is added up in fp32: elements i, i + 256, i + 512, ..
+ * in this order, then these 256 sums by halves, i and i + 128 first. A scale has 8 bits and a block at most 2,048
+ * elements, so the sum of a decoded block is exact, and encoding it gives the same codes and scale. A block whose sum is
+ * no finite number is of NaN.
  */
 #ifndef ZEROFN_WIRE_H
 #define ZEROFN_WIRE_H
 
 #include "formats.h"
 
-enum zf_wire { ZF_INT8, ZF_INT4, ZF_FP8 };
+enum zf_wire { ZF_INT8, ZF_INT4, ZF_FP8, ZF_SIGN };
 
 #define ZF_LEAST_SCALE 0x0D800000u /* 2^-100: no product of a scale and a code is a denormal number */
 #define ZF_TOP_CODE(format) ((format) == ZF_INT8 ? 127.0f : 7.0f)
 #define ZF_TOP_SCALE(format)                                                                                           \
     ((format) == ZF_INT8 ? 0x7B800000u : (format) == ZF_INT4 ? 0x7D800000u : 0x7B000000u) /* 2^120, 2^124, 2^119 */
+#define ZF_PLANES(format) ((format) == ZF_SIGN ? 8 : (format) == ZF_INT4 ? 2 : 1) /* elements in a byte */
+#define ZF_SUMS 256 /* by which the magnitudes of a block are added up */
 #define ZF_MAGIC 12582912.0f /* 1.5 * 2^23: a sum with it rounds to an integer, which its lowest bits are */
 
 ZF_FN zf_u32 zf_bits_of(float x) {
@@ -42,6 +51,11 @@ ZF_FN float zf_float_of(zf_u32 bits) {
 #endif
 }
 
+/* A scale that is rounded to nearest, ties to even; none below the least. */
+ZF_FN zf_u32 zf_wire_rounded(zf_u32 scale) {
+    return scale < ZF_LEAST_SCALE ? 0u : (scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
+}
+
 /* The bits of the largest magnitude of a block -> the bits of its scale, the lower half of which is zero. */
 ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format) {
     if (top >= ZF_INF) return ZF_NAN;
@@ -50,10 +64,14 @@ ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format) {
         zf_u32 power = (top + 0x001FFFFFu) & ZF_INF, least = ZF_LEAST_SCALE + 0x04000000u;
         scale = top == 0u ? 0u : (power > least ? power : least) - 0x04000000u;
     } else {
-        scale = zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format));
-        scale = scale < ZF_LEAST_SCALE ? 0u : (scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
+        scale = zf_wire_rounded(zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format)));
     }
     return scale > ZF_TOP_SCALE(format) ? ZF_NAN : scale;
+}
+
+/* The sum of a block's magnitudes -> the bits of its scale. Sizes of blocks are powers of two: the product is exact. */
+ZF_FN zf_u32 zf_wire_mean(float sum, zf_i64 block) {
+    return zf_bits_of(sum) >= ZF_INF ? ZF_NAN : zf_wire_rounded(zf_bits_of(sum * (1.0f / (float)block)));
 }
 
 /* What elements are multiplied by to be encoded; 0 where every code is to be that of zero. */

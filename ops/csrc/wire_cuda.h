@@ -7,46 +7,64 @@
 
 ZF_GPU zf_u32 code_of(float y, zf_i64 format) { return format == ZF_FP8 ? zf_wire_fp8(y) : zf_wire_integer(y); }
 
-// A warp a block. Where a scale is NaN, all codes are zero.
+// The scale of a warp's block, the same on all lanes.
+ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i64 block, zf_i64 format) {
+    zf_u32 top = 0;
+    float sums[8] = {}, x[8];
+    for (zf_i64 i = 8 * lane_of(); i < block; i += ZF_SUMS) {
+        numbers(load(from, width_of(number), first + i, 8), number, x);
+        EACH(k) top = (zf_bits(x[k]) & ZF_ABS) > top ? zf_bits(x[k]) & ZF_ABS : top;
+        EACH(k) sums[k] += zf_float(zf_bits(x[k]) & ZF_ABS);
+    }
+    if (format != ZF_SIGN) return zf_wire_scale(largest_of_warp(top), (int)format);
+    for (int step = 16; step; step /= 2)
+        EACH(k) sums[k] += zf_float(__shfl_xor_sync(ALL_LANES, zf_bits(sums[k]), step));
+    for (int half = 4; half; half /= 2)
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    return zf_wire_mean(sums[0], block);
+}
+
+// The codes of elements [at, at + 8) of a block, for the inverse of its scale.
+ZF_GPU void encoded(const void *from, zf_i64 number, zf_i64 at, float inverse, zf_i64 format, zf_u32 *codes) {
+    float x[8];
+    numbers(load(from, width_of(number), at, 8), number, x);
+    EACH(k) codes[k] = format == ZF_SIGN ? (zf_u32)(x[k] < 0.0f) : code_of(x[k] * inverse, format);
+}
+
+// A warp a block. Where a scale is NaN, all codes are zero; of signs where it is zero, too.
 ZF_KERNEL zf_wire_encode(const void *from, zf_i64 number, void *codes, zf_u16 *scales, zf_i64 num, zf_i64 block,
                          zf_i64 format) {
-    const zf_i64 size = format == ZF_INT4 ? block / 2 : block;
+    const zf_i64 planes = ZF_PLANES(format), size = block / planes;
     for (zf_i64 b = warp_of(); b < num; b += num_warps()) {
-        zf_u32 top = 0;
-        for (zf_i64 i = 8 * lane_of(); i < block; i += 256) {
-            float x[8];
-            numbers(load(from, width_of(number), b * block + i, 8), number, x);
-            EACH(k) top = (zf_bits(x[k]) & ZF_ABS) > top ? zf_bits(x[k]) & ZF_ABS : top;
-        }
-        const zf_u32 scale = zf_wire_scale(largest_of_warp(top), (int)format);
+        const zf_u32 scale = scale_of_warp(from, number, b * block, block, format);
         const float inverse = zf_wire_inverse(scale);
+        const bool zero = scale > ZF_INF || (format == ZF_SIGN && scale == 0u);
         for (zf_i64 i = 8 * lane_of(); i < size; i += 256) {
-            float x[8], y[8];
-            Eight found = {};
-            numbers(load(from, width_of(number), b * block + i, 8), number, x);
-            if (format == ZF_INT4) numbers(load(from, width_of(number), b * block + size + i, 8), number, y);
-            EACH(k) {
-                zf_u32 code = code_of(x[k] * inverse, format);
-                if (format == ZF_INT4) code = ((code + 8u) & 0xFu) | (code_of(y[k] * inverse, format) + 8u) << 4;
-                set_byte(found, k, scale > ZF_INF ? 0u : code & 0xFFu);
+            zf_u32 codes_here[8] = {}, now[8];
+            for (zf_i64 plane = 0; plane < planes; ++plane) {
+                encoded(from, number, b * block + plane * size + i, inverse, format, now);
+                EACH(k) now[k] = format == ZF_INT4 ? (now[k] + 8u) & 0xFu : now[k];
+                EACH(k) codes_here[k] |= now[k] << (8 / planes * plane);
             }
+            Eight found = {};
+            EACH(k) set_byte(found, k, zero ? 0u : codes_here[k] & 0xFFu);
             store(codes, 1, b * size + i, 8, found);
         }
         if (lane_of() == 0) scales[b] = (zf_u16)(scale >> 16);
     }
 }
 
-// Elements [at, at + 8), all of one half of a block.
+// Elements [at, at + 8): they lie in as many bytes, each with one of several elements.
 ZF_GPU void decoded(const void *codes, const zf_u16 *scales, zf_i64 at, zf_i64 block, zf_i64 format, float *x) {
-    const zf_i64 b = at / block, i = at % block, half = block / 2;
+    const zf_i64 size = block / ZF_PLANES(format), b = at / block, i = at % block, plane = i / size;
     const float scale = zf_from_bf16(scales[b]);
-    const bool upper = format == ZF_INT4 && i >= half;
-    const Eight now = load(codes, 1, format == ZF_INT4 ? b * half + (upper ? i - half : i) : at, 8);
+    const Eight now = load(codes, 1, b * size + i % size, 8);
     EACH(k) {
         const zf_u32 code = byte_of(now, k);
         if (format == ZF_INT8) x[k] = (float)(zf_i8)code * scale;
-        if (format == ZF_INT4) x[k] = (float)((int)(upper ? code >> 4 : code & 0xFu) - 8) * scale;
+        if (format == ZF_INT4) x[k] = (float)((int)(code >> 4 * plane & 0xFu) - 8) * scale;
         if (format == ZF_FP8) x[k] = zf_wire_of_fp8(code) * scale;
+        if (format == ZF_SIGN) x[k] = zf_float(code >> plane << 31 | 0x3F800000u) * scale;
     }
 }
 
