@@ -20,13 +20,18 @@ def memory_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}: peak memory can only be read on Linux")
 
 
+def sent_bytes(interface: str) -> int:
+    """Bytes that an interface of this network namespace has sent. Those of the loopback interface are all ranks'."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise RuntimeError(f"/proc/self/net/dev has no interface {interface}: communicated bytes cannot be read")
+
+
 def loopback_bytes() -> int:
     """Bytes sent over the loopback interface since boot, by every process of the machine."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "lo":
-            return int(counters.split()[8])
-    raise RuntimeError("/proc/net/dev has no interface lo: communicated bytes cannot be read")
+    return sent_bytes("lo")
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.common import report
 from benchmarks.common.limits import Check
+from benchmarks.common.options import add_end
 from benchmarks.common.processes import HERE, BenchmarkError
 from benchmarks.common.statistic import ratio
 from benchmarks.drives.rows import REGION, WORKS, AsyncIO, Engine, Fio
@@ -140,8 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=HERE.parent, help="a folder on the drive")
     parser.add_argument("--peers-python", type=Path, default=HERE.parent / ".venv-peers/bin/python",
                         help="the Python that DeepSpeed is installed for")  # fmt: skip
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    add_end(parser)
     options = parser.parse_args()
     if options.rounds < 1 or not 1 <= options.gib <= 3:
         parser.error("--rounds must be at least 1, and --gib 1 to 3")

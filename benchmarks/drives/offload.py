@@ -23,7 +23,8 @@ from rich.table import Table
 
 from benchmarks.common import report
 from benchmarks.common.limits import Check
-from benchmarks.common.processes import HERE, BenchmarkError, program, run
+from benchmarks.common.options import add_end
+from benchmarks.common.processes import BenchmarkError, program, run
 from benchmarks.common.statistic import Ratio
 
 WIDTH = 2048  # 4.2 M parameters a unit
@@ -148,8 +149,7 @@ def checks(rows: dict[str, Any], limited: dict[str, Any]) -> list[Check]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, help="a folder on a drive; the system's temporary one by default")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    add_end(parser)
     return parser.parse_args()
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import processes, report
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.options import add_end, add_pythons
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import BUDGETED, STACK
 from benchmarks.memory import picture as memory_picture
@@ -151,10 +152,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one")
     parser.add_argument("--budgets", type=int, default=20, help="of the first model; others get a third of them")
     parser.add_argument("--models", default=",".join(BUDGETED), help="comma between")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--zerofn-python", default=sys.executable)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add_end(parser)
+    add_pythons(parser)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1 or options.budgets < 3:
         parser.error("--rounds and --steps must be at least 1, --budgets at least 3")

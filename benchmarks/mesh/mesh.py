@@ -22,7 +22,8 @@ from rich.table import Table
 
 from benchmarks.common import processes, report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.options import add_end, add_pythons
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.statistic import ratio
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.mesh.rows import PEERS, ZEROFN
@@ -190,11 +191,9 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=5, help="timed steps of a run, after two")
     add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     add("--workload", choices=WORKLOADS, default="small")
-    add("--out", type=Path, default=HERE / "results")
-    add("--zerofn-python", default=sys.executable)
-    add("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add_end(parser)
+    add_pythons(parser)
     add("--equality", action="store_true", help="only models beside plain torch, in float64")
-    add("--check", action="store_true", help="end with 1 if a limit is missed")
     return parser.parse_args()
 
 

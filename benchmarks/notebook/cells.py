@@ -17,7 +17,6 @@ import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -28,7 +27,7 @@ from traitlets.config import Config
 import zerofn
 from benchmarks.common import report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE
+from benchmarks.common.options import add_end
 from benchmarks.common.statistic import Ratio, interval, ratio
 
 RANKS, STEPS, CELLS = 2, 400, 30
@@ -138,8 +137,7 @@ def progress_share() -> Ratio:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "notebook.json")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
+    add_end(parser, "notebook.json")
     options = parser.parse_args()
     notebook = Notebook()
     ready = []

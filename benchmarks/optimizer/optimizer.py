@@ -14,13 +14,13 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.options import add_end, add_pythons
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.report import surroundings
 from benchmarks.common.statistic import Ratio, interval, ratio
 
@@ -182,10 +182,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=2, help="runs of a row in a round; the faster counts")
     parser.add_argument("--elements", type=int, default=50_000_000)
     parser.add_argument("--threads", default="1,2", help="numbers of threads, comma between")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "optimizer.json")
-    parser.add_argument("--zerofn-python", default=sys.executable)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add_end(parser, "optimizer.json")
+    add_pythons(parser)
     return parser.parse_args()
 
 

@@ -278,7 +278,7 @@ def on_ranks(cases: list[Case], expected: dict[tuple[str, int], Found], path: Pa
 
     Ranks that refuse a case say the same, before they send anything; others end the ranks.
     """
-    uncut: dict[Case, Found] = {}  # the values of a step that is not cut are the same for all placements
+    uncut: dict[Case, Found] = {}  # by placement: a norm adds what ranks have in their order
     for case in cases:
         began = time.monotonic()
         if zerofn.rank() == 0:  # which joins the ranks
@@ -286,7 +286,7 @@ def on_ranks(cases: list[Case], expected: dict[tuple[str, int], Found], path: Pa
         try:
             reference = expected.get(case.trains)
             if not case.alone:
-                key = case._replace(schedule="")
+                key = case._replace(schedule=NAMES[case.schedule].style)
                 if key not in uncut:
                     uncut[key] = trained(case, cut=False)
                 reference = uncut[key]

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.common import processes, report
 from benchmarks.common.check import Check
+from benchmarks.common.options import add_end
 from benchmarks.common.processes import HERE, program
 from benchmarks.common.statistic import interval
 from benchmarks.pipe.rows import WORKLOADS, begun
@@ -203,9 +204,8 @@ def main() -> int:
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--numbers", type=int, nargs="+", default=list(NUMBERS), help="of microbatches")
     parser.add_argument("--workload", choices=WORKLOADS, default="small")
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "pipe_foresight.json")
+    add_end(parser, "pipe_foresight.json")
     parser.add_argument("--picture", type=Path, default=HERE / "results" / "pipe.png")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
     for name in ("child", "rank", "port", "number"):
         parser.add_argument(f"--{name}", type=str if name == "child" else int, help=argparse.SUPPRESS)
     args = parser.parse_args()

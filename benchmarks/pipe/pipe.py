@@ -23,7 +23,8 @@ from rich.console import Console
 
 from benchmarks.common import report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE, BenchmarkError
+from benchmarks.common.options import add_end, add_pythons
+from benchmarks.common.processes import BenchmarkError
 from benchmarks.common.statistic import ratio
 from benchmarks.common.turns import Ranks
 from benchmarks.mesh.mesh import Found, Runs, table
@@ -111,10 +112,8 @@ def arguments() -> argparse.Namespace:
     add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     add("--only", nargs="+", default=[], help="rows by part of their names")
     add("--workload", choices=WORKLOADS, default="small")
-    add("--out", type=Path, default=HERE / "results" / "pipe.json")
-    add("--zerofn-python", default=sys.executable)
-    add("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
-    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    add_end(parser, "pipe.json")
+    add_pythons(parser)
     return parser.parse_args()
 
 

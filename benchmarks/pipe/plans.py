@@ -14,7 +14,6 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from rich.table import Table
 import zerofn
 from benchmarks.common import report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE
+from benchmarks.common.options import add_end
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.planning.plan_row import Row
@@ -191,8 +190,7 @@ def main() -> int:
         choices=[case.name for case in CASES],
         help="plan these, and keep what is known of the others",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "pipe_plans.json")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+    add_end(parser, "pipe_plans.json")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     console = Console(soft_wrap=True)

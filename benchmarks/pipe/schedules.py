@@ -14,7 +14,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -22,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.common import report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE
+from benchmarks.common.options import add_end
 from benchmarks.pipe import torch_orders
 from zerofn.schedules import NAMES, Costs, Part, Placement, balance, best, check, make, simulate, stage_costs
 
@@ -172,8 +171,7 @@ def balance_table(rows: list[dict[str, Any]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "pipe_schedules.json")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a limit is missed")
+    add_end(parser, "pipe_schedules.json")
     args = parser.parse_args()
     console = Console(soft_wrap=True)
     tables = [compared(case) for case in cases()]

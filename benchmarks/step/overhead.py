@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,8 @@ from rich.table import Table
 
 from benchmarks.common import processes, report
 from benchmarks.common.limits import ONE_RANK, Check
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.options import add_end
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.statistic import interval, ratio
 from benchmarks.step.onerank import COMPILED, HANDWRITTEN
 
@@ -222,8 +222,7 @@ def checks(
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
+    add_end(parser)
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--backend", default="eager", help=argparse.SUPPRESS)
     parser.add_argument("--meet", type=int, help=argparse.SUPPRESS)

@@ -20,8 +20,9 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.common import limits, picture, processes, report
+from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.peers import KEEPING, PEERS
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.common.zerofn_rows import ACCUMULATING
 from benchmarks.common.zerofn_rows import ROWS as ZEROFN
@@ -215,11 +216,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a run, after two")
     parser.add_argument("--only", help="rows by part of their names, comma between")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
     parser.add_argument("--workload", choices=WORKLOADS, default="small")
-    parser.add_argument("--out", type=Path, default=HERE / "results")
-    parser.add_argument("--zerofn-python", default=sys.executable)
-    parser.add_argument("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
+    add_end(parser)
+    add_pythons(parser)
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 1:
         parser.error("--rounds and --steps must be at least 1")

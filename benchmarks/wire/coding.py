@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.common import report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE
+from benchmarks.common.options import add_end
 from benchmarks.common.statistic import ratio
 from zerofn.comm.block_wire import BlockWire
 from zerofn.comm.wire import CODECS
@@ -91,8 +90,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--elements", type=int, default=29_500_000, help="float32; 118 MB by default")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=HERE / "results" / "wire_coding.json")
-    parser.add_argument("--check", action="store_true", help="end with 1 if a limit is missed")
+    add_end(parser, "wire_coding.json")
     options, console = parser.parse_args(), Console(width=120 if not sys.stdout.isatty() else None)
     found = measured(options)
     held = checks(found)

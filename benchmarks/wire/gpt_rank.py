@@ -21,10 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.common.processes import HERE
-from benchmarks.step.worker import join
-from benchmarks.wire.links import INTERFACE, LOOPBACK
 from benchmarks.wire.rows import FIRST_COMPRESSED, PLAIN, RANK_OF_MATRICES, ZEROFN, in_ddp, in_power_sgd, wire_of
-from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, turn
+from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, joined, turn
 
 POWER_SGD = f"DDP, PowerSGD {RANK_OF_MATRICES}"
 BESIDE = [PLAIN, POWER_SGD]
@@ -183,16 +181,10 @@ class Rank:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    for name in ("rank", "world", "port", "steps", "every"):
-        add(f"--{name}", type=int, required=True)
-    add("--folder", type=Path, required=True, help="where tokens lie")
-    add("--address", required=True, help="rank 0's")
-    add("--interface", choices=[INTERFACE, LOOPBACK], required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    join(options.rank, options.world, options.port, options.address, options.interface)
-    rank = Rank(options)
+    for name in ("steps", "every"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True, help="where tokens lie")
+    rank = Rank(joined(parser))
     answer_lines({"begin": rank.begin, "train": rank.train, "ready": rank.ready, "time": rank.time})
 
 

@@ -16,9 +16,10 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.common.processes import BenchmarkError
+from benchmarks.common.processes import BenchmarkError, free_port
 
 INTERFACE, LOOPBACK = "eth0", "lo"
+FIRST_PORT = 29500  # of a namespace's own
 NETWORK = "10.76.0.{}"
 # What a bucket may send at once: 2 ms of the rate, and at least two of the kernel's largest segments, which it would
 # cut up otherwise.
@@ -34,11 +35,6 @@ def do(command: str) -> None:
         raise BenchmarkError(f"{command}: {error.filename} is not there; it is in the package iproute2") from error
     if done.returncode:
         raise BenchmarkError(f"{command}: {(done.stderr or done.stdout).strip()}")
-
-
-def sent_bytes(interface: str) -> int:
-    """Bytes that an interface of this namespace has sent. Those of the loopback interface are all ranks'."""
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
 class Loopback:
@@ -92,6 +88,14 @@ class Hosts:
         for name, interface in self._ends:
             how = f"tbf rate {mbits}mbit burst {burst}kb latency 100ms"
             do(f"tc -n {name} qdisc replace dev {interface} root {how}")
+
+
+def commands(hosts: Hosts | Loopback, command: list[str], world: int, number: int = 0) -> list[list[str]]:
+    """What starts the ranks of a program that asks `staying.joined` where it is. `number`: of the system."""
+    port = free_port() if hosts.interface == LOOPBACK else FIRST_PORT + number
+    command = [*command, "--world", str(world), "--port", str(port)]
+    command += ["--address", hosts.address, "--interface", hosts.interface]
+    return [hosts.inside(rank, [*command, "--rank", str(rank)]) for rank in range(world)]
 
 
 def unavailable() -> str:

@@ -26,17 +26,17 @@ from rich.table import Table
 
 from benchmarks.common import processes, report
 from benchmarks.common.check import Check
-from benchmarks.common.processes import HERE, BenchmarkError, program
+from benchmarks.common.options import add_end, add_pythons
+from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.statistic import ratio
 from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.step.step import check_versions
-from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, throttled, unavailable
+from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, commands, throttled, unavailable
 from benchmarks.wire.rows import PEERS, PLAIN, ZEROFN
 from benchmarks.wire.staying import WARMUP_STEPS
 
 MB = 1e6
-FIRST_PORT = 29500  # of a namespace's own
 UNCODED = "ZeroFn 3"
 # Relative, of the first steps' losses: systems sum in different orders, and codes round.
 TOLERANCE, CODED_TOLERANCE = 1e-3, 2e-2
@@ -72,13 +72,6 @@ PLANNED = {"ZeroFn 3, bf16": 0.52, "ZeroFn 3, int8": 0.27}  # bytes, of those wi
 INTERFACE_SLACK = 0.02  # headers, acknowledgements, segments sent again
 
 
-def commands(python: str, port: int, hosts: Hosts | Loopback, options: argparse.Namespace, world: int) -> list:
-    """What starts the ranks of the systems that one Python has."""
-    command = [*program(python, "benchmarks.wire.staying"), "--world", str(world), "--port", str(port)]
-    command += ["--workload", options.workload, "--address", hosts.address, "--interface", hosts.interface]
-    return [hosts.inside(rank, [*command, "--rank", str(rank)]) for rank in range(world)]
-
-
 class Cell:
     """All rows on so many ranks. `broken`: peers that do not run here, with their error."""
 
@@ -98,8 +91,8 @@ class Cell:
                 (self.options.zerofn_python, [row for row in self.rows if row not in theirs]),
                 (self.options.peers_python, theirs),
             ):
-                port = processes.free_port() if hosts.interface == LOOPBACK else FIRST_PORT + len(self._there)
-                ranks = stack.enter_context(Ranks(python, commands(python, port, hosts, self.options, self.world)))
+                command = [*program(python, "benchmarks.wire.staying"), "--workload", self.options.workload]
+                ranks = stack.enter_context(Ranks(python, commands(hosts, command, self.world, len(self._there))))
                 for row in rows:
                     self._begin(row, ranks, expected, console)
             for link, turns in self._turns(links):
@@ -223,10 +216,8 @@ def arguments() -> argparse.Namespace:
     add("--worlds", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     add("--only", nargs="+", default=[""], help=f"rows by part of their names, beside {PLAIN}")
     add("--workload", choices=WORKLOADS, default="small")
-    add("--out", type=Path, default=HERE / "results" / "wire_network.json")
-    add("--zerofn-python", default=sys.executable)
-    add("--peers-python", default=str(HERE.parent / ".venv-peers/bin/python"))
-    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    add_end(parser, "wire_network.json")
+    add_pythons(parser)
     return parser.parse_args()
 
 

@@ -23,12 +23,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import processes, report
+from benchmarks.common import report
 from benchmarks.common.check import Check
+from benchmarks.common.options import add_end
 from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.turns import Ranks
 from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
-from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, throttled, unavailable
+from benchmarks.wire.links import Hosts, Loopback, commands, throttled, unavailable
 from benchmarks.wire.rows import PLAIN
 
 matplotlib.use("Agg")
@@ -49,7 +50,9 @@ Curve = list[tuple[float, float]]
 @contextlib.contextmanager
 def running(hosts: Hosts | Loopback, options: argparse.Namespace) -> Iterator[tuple[Ranks, dict[str, int]]]:
     """The ranks, and how many tokens they have."""
-    with Ranks("the demo GPT", commands(hosts, options)) as ranks:
+    command = [*program(sys.executable, "benchmarks.wire.gpt_rank"), "--steps", str(options.steps)]
+    command += ["--every", str(options.every), "--folder", str(options.folder)]
+    with Ranks("the demo GPT", commands(hosts, command, WORLD)) as ranks:
         yield ranks, ranks.ask("begin")[0]
 
 
@@ -78,15 +81,6 @@ def timed(options: argparse.Namespace, console: Console) -> dict[str, list[float
     for row, times in found.items():
         console.print(f"{row:<24} {statistics.median(times):.0f} ms/step at {MBITS} Mbit/s", highlight=False)
     return found
-
-
-def commands(hosts: Hosts | Loopback, options: argparse.Namespace) -> list[list[str]]:
-    """What starts the ranks."""
-    port = processes.free_port() if hosts.interface == LOOPBACK else 29500
-    command = [*program(sys.executable, "benchmarks.wire.gpt_rank"), "--world", str(WORLD), "--port", str(port)]
-    command += ["--steps", str(options.steps), "--every", str(options.every), "--folder", str(options.folder)]
-    command += ["--address", hosts.address, "--interface", hosts.interface]
-    return [hosts.inside(rank, [*command, "--rank", str(rank)]) for rank in range(WORLD)]
 
 
 def differences(trained: dict[str, list[dict[str, Any]]], row: str) -> list[float]:
@@ -198,8 +192,7 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=7, help=f"turns of {STEPS_OF_A_TURN} steps at {MBITS} Mbit/s")
     add("--times", action="store_true", help="only time steps, beside the losses that --out has from an earlier run")
     add("--folder", type=Path, default=HERE.parent / "runs" / "wire_quality", help="where tokens lie")
-    add("--out", type=Path, default=HERE / "results" / "wire_quality.json")
-    add("--check", action="store_true", help="end with 1 if a limit is missed")
+    add_end(parser, "wire_quality.json")
     return parser.parse_args()
 
 

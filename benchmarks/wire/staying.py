@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.common.measure import sent_bytes
 from benchmarks.common.workload import WORKLOADS, batches
 from benchmarks.step.worker import join
-from benchmarks.wire.links import INTERFACE, LOOPBACK, sent_bytes
+from benchmarks.wire.links import INTERFACE, LOOPBACK
 from benchmarks.wire.rows import PEERS, ZEROFN, coded
 
 WARMUP_STEPS = 4  # PowerSGD compresses from the third one on
@@ -124,15 +125,16 @@ class Rows:
         return self.there[row].step(num)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
+def joined(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a rank, and where it is, as `links.commands` says it, when it has joined the others."""
     for name in ("rank", "world", "port"):
-        add(f"--{name}", type=int, required=True)
-    add("--workload", choices=WORKLOADS, required=True)
-    add("--address", required=True, help="rank 0's")
-    add("--interface", choices=[INTERFACE, LOOPBACK], required=True)
-    return parser.parse_args()
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--address", required=True, help="rank 0's")
+    parser.add_argument("--interface", choices=[INTERFACE, LOOPBACK], required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    join(options.rank, options.world, options.port, options.address, options.interface)
+    return options
 
 
 def answer_lines(do: dict[str, Callable[..., Answer]]) -> None:
@@ -143,10 +145,9 @@ def answer_lines(do: dict[str, Callable[..., Answer]]) -> None:
 
 
 def main() -> None:
-    options = arguments()
-    torch.set_num_threads(1)
-    join(options.rank, options.world, options.port, options.address, options.interface)
-    rows = Rows(options)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", choices=WORKLOADS, required=True)
+    rows = Rows(joined(parser))
     answer_lines({"begin": rows.begin, "step": rows.step})
 
 

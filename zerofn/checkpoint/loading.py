@@ -201,7 +201,10 @@ def _matched(checkpoint: Checkpoint, parts: list[StatePart], choice: _Choice) ->
 
 def _for_replicas(source: Source, parts: list[StatePart], where: str) -> Source:
     """Return the source for as many replicas as `like` has."""
-    entries, here = with_entries(parts), {leaf.name: leaf.shape for part in parts for leaf in leaves_of(part)}
+    entries = with_entries(parts)
+    if not entries:
+        return source
+    here = {leaf.name: leaf.shape for part in parts for leaf in leaves_of(part)}
     there = {name: leaf.shape for name, leaf in source.leaves.items() if name in entries and leaf.shape}
     sizes = {name: here[name][0] for name, x in there.items() if x[1:] == here[name][1:] and x[0] != here[name][0]}
     if not sizes:

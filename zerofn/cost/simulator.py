@@ -75,6 +75,7 @@ class Lanes:
         # Of graphs that have run, since bodies run again: see `roots`; what a node moves, and its seconds otherwise.
         self._roots: dict[GraphModule, dict[Node, Node]] = {}
         self._costs: dict[Node, tuple[Traffic | None, float]] = {}
+        self._coded: dict[Node, tuple[int, int]] = {}  # bytes that a transfer's start and wait read and write: codes
 
     def run(self, gm: GraphModule) -> None:
         """Run a graph. It may not change before it runs again."""
@@ -120,7 +121,9 @@ class Lanes:
                 self._take(COMPUTE, node, 0.0, seconds)
         else:
             copied = transfer.nbytes * self.machine.busy if transfer.how == SENT else 0.0
-            encoded, decoded = coded_bytes(node)
+            if node not in self._coded:
+                self._coded[node] = coded_bytes(node)
+            encoded, decoded = self._coded[node]
             self._take(COMPUTE, node, 0.0, self.machine.launch + copied + encoded / self.machine.memory_rate)
             lane, seconds = self.transfer(node, transfer)
             start = self._meanwhile(lane, node, seconds, root)

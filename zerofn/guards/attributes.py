@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from ..sharding.sharded import is_sharded
+from ..util.by_identity import ByIdentity
 from ..util.classes import bases_of, held_by, is_dataclass, named
 from .tensors import SUMMED
-from .tokens import NOTHING, ByIdentity, plain
+from .tokens import NOTHING, plain
 from .user_code import of_user
 
 _MAKE = {"__init__", "__new__", "__post_init__"}

@@ -8,24 +8,10 @@ from typing import Any
 
 import torch
 
+from ..util.by_identity import ByIdentity
 from ..util.constants import EQUAL, TOLD_BY, NotConstant
 
 Facts = dict[str, Any]  # path -> a hashable token
-
-
-class ByIdentity:
-    """A value compared by identity, and kept alive so that no other value gets its address."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ByIdentity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
 
 
 class _Nothing:

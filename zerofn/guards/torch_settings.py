@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 
 from .._torch_compat import modes_in_force, num_global_hooks
-from .tokens import ByIdentity, Facts, plain
+from ..util.by_identity import ByIdentity
+from .tokens import Facts, plain
 
 _cuda, _backends = torch.backends.cuda, torch.backends
 _GETTERS: tuple[tuple[str, Callable[[], Any]], ...] = (

@@ -31,6 +31,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from ..capture.changing_constants import is_generator, is_moving
+from ..util.by_identity import ByIdentity
 from ..util.classes import held_by, is_dataclass, named, of_class
 from .attributes import (
     answers,
@@ -50,7 +51,7 @@ from .attributes import (
 )
 from .table import HeldObjects
 from .tensors import SUMMED, contents_of
-from .tokens import NOTHING, ByIdentity, Facts, plain
+from .tokens import NOTHING, Facts, plain
 from .user_code import BY_STRING, is_users, of_user, reads_of, unchecked
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
@@ -154,9 +155,8 @@ class Walk:
             self.visit(value.__self__, path)
             value = value.__func__
         if isinstance(value, FunctionType):
-            token = "function", value.__code__
             self._later(self._function, value, path)
-            return token
+            return "function", value.__code__
         if isinstance(value, nn.Module):
             self._later(self._module, value, path, how)
             return "module", ByIdentity(type(value))

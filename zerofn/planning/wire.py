@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ..comm.mesh import Mesh
@@ -19,14 +18,12 @@ from ..graph.edit import copied
 from ..graph.nested import graphs_of
 from ..graph.node_kinds import argument, gathers_parameters, is_gather, set_argument, traits
 from ..graph.program import tensor_of
-from ..ops.wire_codes import BLOCKS
+from ..sharding.wire import CODED, Wire, block_in
 from ..util.patterns import pattern_of
 from ..util.sizes import in_words
 
 _SENDS = {"gather": "gathered", "gather in place": "gathered", "scatter": "reduced"}  # collectives of units
 _USUAL = "int8"  # what a step that sends its units as they are is compared with
-_BLOCK = 256
-_CODED = (torch.float32, torch.bfloat16, torch.float16)
 _ALL = 1 << 40  # blocks: as many as any unit has
 _SLOW, _FAST = 1e5, 1e14  # bytes a second: no link is slower or faster
 _NOTHING = 1.02  # times as fast: no gain
@@ -86,8 +83,7 @@ def break_even(gm: GraphModule, machine: Machine, world: int, mesh: Mesh | None 
 
 def forms(gm: GraphModule) -> list[str]:
     """Return the forms in which units are coded, in the order of their first use."""
-    found = (argument(node, "codec").partition(":")[0].partition(".")[0] for node, _ in _units(gm))
-    return [form for form in dict.fromkeys(found) if form]
+    return [form for form in dict.fromkeys(_form(node)[0] for node, _ in _units(gm)) if form]
 
 
 def recoded(gm: GraphModule, form: str | None) -> GraphModule:
@@ -104,7 +100,7 @@ def wire_in_words(gm: GraphModule) -> list[str]:
     """Return lines of which units are gathered and reduced in which form; none where all are sent as they are."""
     found: dict[str, dict[str, dict[str, None]]] = {}
     for node, does in _units(gm):
-        form, _, block = argument(node, "codec").partition(":")[0].partition(".")
+        form, block = _form(node)
         told = f"as {form}{block and ' in blocks of '}{block}" if form else "as they are"
         found.setdefault(does, {}).setdefault(told, {})[pattern_of(argument(node, "unit"))] = None
     if not any(form != "as they are" for forms in found.values() for form in forms):
@@ -126,11 +122,16 @@ def _units(gm: GraphModule) -> Iterator[tuple[Node, str]]:
 
 def _codec(node: Node, form: str) -> str:
     x = tensor_of(node.all_input_nodes[0])
-    if x is None or x.dtype not in _CODED:
+    if x is None or x.dtype not in CODED:
         return ""
     part = x.shape[-1] if traits(node).collective == "gather" else x.shape[-1] // argument(node, "size")
-    block = next((n for n in reversed(BLOCKS) if n <= _BLOCK and part % n == 0), 0)
-    return f"{form}.{block}:0-{_ALL}" if block else ""
+    return f"{form}.{block_in(part, Wire.block)}:0-{_ALL}"
+
+
+def _form(node: Node) -> tuple[str, str]:
+    """Return the form in which a transfer sends its unit, and the size of its blocks; "" for none."""
+    form, _, block = argument(node, "codec").partition(":")[0].partition(".")
+    return form, block
 
 
 def _with_links(machine: Machine, rate: float, far: bool) -> Machine:

@@ -25,13 +25,14 @@ from .. import tree
 from ..capture.changing_constants import watching
 from ..graph.same_graph import Outline, difference
 from ..guards.tensors import Contents
-from ..guards.tokens import ByIdentity, Facts, changed_paths, told, without
+from ..guards.tokens import Facts, changed_paths, told, without
 from ..guards.torch_settings import facts_of, settings_now
 from ..guards.user_code import of_user
 from ..guards.walk import Walk
 from ..job.agreement import agree_on
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
+from ..util.by_identity import ByIdentity
 from .agreed_captures import Reading
 from .captured_step import CapturedStep
 

@@ -21,26 +21,12 @@ from ..comm.axes import APART, USUAL
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import Cut
 from ..geometry.layout import Layout, Leaf, Unit
+from ..util.by_identity import ByIdentity
 from .partition import Partition
 from .sharded import Sharded, is_sharded
 from .spec import Spec
 
 _BARE = tree.structure(0)  # the tree of a tensor alone
-
-
-class Same:
-    """An object as a key that only itself equals: specs compare layouts alone, and meshes sizes."""
-
-    __slots__ = ("x",)
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.x is self.x
-
-    def __hash__(self) -> int:
-        return id(self.x)
 
 
 @dataclass(frozen=True)
@@ -88,23 +74,23 @@ class Replicas:
 
     def within(self, sharded: Sharded) -> Sharded:
         """Return a `Sharded` of the whole mesh as one of this replica alone."""
-        return sharded.under(_spec(Same(sharded.spec), Same(self), _alone))
+        return sharded.under(_spec(ByIdentity(sharded.spec), ByIdentity(self), _alone))
 
     def _entry(self, x: Sharded) -> Sharded:
-        return x.under(_spec(Same(x.spec), Same(self), _with_entries))
+        return x.under(_spec(ByIdentity(x.spec), ByIdentity(self), _with_entries))
 
     def _whole(self, x: Tensor) -> Sharded:
-        return Sharded(_of_tensor(tuple(x.shape), x.dtype, Same(self)), [x.detach().reshape(-1)])
+        return Sharded(_of_tensor(tuple(x.shape), x.dtype, ByIdentity(self)), [x.detach().reshape(-1)])
 
     def _own(self, x: Sharded) -> Any:
         if [axis.name for axis in x.spec.mesh.axes] == [APART]:  # of what ranks hold whole, unlike of what they share
             return x.stored[0].decode().view(x.layout.leaves[0].shape[1:])
-        return x.under(_spec(Same(x.spec), Same(self), _without_entries))
+        return x.under(_spec(ByIdentity(x.spec), ByIdentity(self), _without_entries))
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec(spec: Same, replicas: Same, change: Callable[[Spec, Replicas], Spec]) -> Spec:
-    return change(spec.x, replicas.x)
+def _spec(spec: ByIdentity, replicas: ByIdentity, change: Callable[[Spec, Replicas], Spec]) -> Spec:
+    return change(spec.value, replicas.value)
 
 
 def _alone(spec: Spec, replicas: Replicas) -> Spec:
@@ -133,9 +119,9 @@ def _changed(layout: Layout, change: Callable[[Leaf], Leaf]) -> Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_tensor(shape: tuple[int, ...], dtype: torch.dtype, replicas: Same) -> Spec:
+def _of_tensor(shape: tuple[int, ...], dtype: torch.dtype, replicas: ByIdentity) -> Spec:
     """Return the spec of a tensor that all ranks of a replica hold whole."""
-    line, cut = replicas.x.line, replicas.x.cut
+    line, cut = replicas.value.line, replicas.value.cut
     leaf = Leaf("", (1, *shape), 0, 0, dtype, (cut,))
     unit = Unit("entry", (leaf,), leaf.numel, dtype.is_floating_point, dtype, 1)
     return Spec(Layout((unit,), _BARE, USUAL), Partition(mesh=line, shard_over=()))

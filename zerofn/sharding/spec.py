@@ -115,10 +115,16 @@ class Spec:
         """
         if unit.num_shards == 1:
             return ""
-        computes, rule = self.precision.computes(stored), self.precision.fp8
-        if rule is not None and rule.gather and computes is torch.bfloat16:
+        rule = self._float8(stored)
+        if rule is not None:
             return _float8_codec(unit, rule, block_in(self._part(unit, axis), BLOCK))
-        return self._codec(unit, computes, axis, "gather")
+        return self._codec(unit, self.precision.computes(stored), axis, "gather")
+
+    def _float8(self, stored: torch.dtype) -> Fp8 | None:
+        """Return the rule by which weights are gathered in float8; None for none."""
+        rule = self.precision.fp8
+        gathers = rule is not None and rule.gather and self.precision.computes(stored) is torch.bfloat16
+        return rule if gathers else None
 
     def rounded_as(self, unit: Unit, stored: torch.dtype) -> str | None:
         """Return the codec by which a unit is rounded that is on every rank already; None for none. It is "" where none
@@ -126,8 +132,9 @@ class Spec:
         """
         axis = self.within(unit)
         codec, wire = self.gathers_as(unit, stored, axis), self.precision.wire_along(axis)
-        in_blocks = self.precision.fp8 is not None or wire is not None and wire.gather not in (None, "bf16")
-        return codec if codec or (self.mesh.slices and in_blocks and unit.num_shards > 1) else None
+        in_blocks = wire is not None and wire.gathers_in_blocks(self.precision.computes(stored))
+        elsewhere = self.mesh.slices and unit.num_shards > 1 and (in_blocks or self._float8(stored) is not None)
+        return codec if codec or elsewhere else None
 
     def reduces_as(self, unit: Unit, dtype: torch.dtype, axis: Axis) -> str:
         """Return the codec by which a unit's gradient in a dtype is reduced along an axis; "" for none."""

@@ -18,7 +18,7 @@ from ..util.errors import nearest
 
 GATHERS = ("bf16", "fp8", "int8", "int4")
 REDUCES = ("bf16", "fp8", "int8")
-_CODED = (torch.float32, torch.bfloat16, torch.float16)
+CODED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,13 @@ class Wire:
         form = self.gather if what == "gather" else self.reduce
         if form == "bf16":
             return "bf16" if dtype is torch.float32 else ""
-        if form is None or dtype not in _CODED:
+        if form is None or dtype not in CODED:
             return ""
         return _named(unit, form, block_in(part, self.block), self.smallest)
+
+    def gathers_in_blocks(self, dtype: torch.dtype) -> bool:
+        """Return whether blocks of a unit in a dtype are gathered as codes, if it has a leaf that is large enough."""
+        return self.gather not in (None, "bf16") and dtype in CODED
 
 
 def block_in(part: int, block: int) -> int:

@@ -22,11 +22,12 @@ from ..comm.mesh import Mesh
 from ..optim.base import GradientTransformation
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
-from ..sharding.replica_entries import Replicas, Same
+from ..sharding.replica_entries import Replicas
 from ..sharding.shard_plan import moment_storage
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.wire import Wire, wire_of
 from ..util.arguments import checked, told
+from ..util.by_identity import ByIdentity
 from .outer_step import (
     Differences,
     Fragment,
@@ -260,12 +261,12 @@ def _named(state: Any) -> tuple[list[str], list[Any]]:
 
 def replicas_of(mesh: Mesh, axis: str) -> Replicas:
     """Return the replicas of a mesh: for one mesh always the same object."""
-    return _replicas(Same(mesh), axis)
+    return _replicas(ByIdentity(mesh), axis)
 
 
 @lru_cache(maxsize=64)
-def _replicas(mesh: Same, axis: str) -> Replicas:
-    return Replicas.of(mesh.x, axis)
+def _replicas(mesh: ByIdentity, axis: str) -> Replicas:
+    return Replicas.of(mesh.value, axis)
 
 
 class _Meetings:

@@ -20,11 +20,11 @@ from ..job.in_flight import pending
 from ..job.step_order import meetings
 from ..offload.policy import Offload
 from ..optim.base import GradientTransformation, step
-from ..sharding.replica_entries import Same
 from ..sharding.sharded import Sharded
 from ..sharding.spec import Spec
 from ..sharding.storage import Stored
 from ..sharding.wire import Wire
+from ..util.by_identity import ByIdentity
 
 Fragment = tuple[int, ...]  # the numbers of its units
 
@@ -46,14 +46,14 @@ def part(x: Sharded, fragment: Fragment) -> Sharded:
     """Return the units of a fragment, in the same memory, without gathered copies."""
     for copy in x.copies or ():  # what fills it is sent from these shards
         wait_(copy)
-    return Sharded(_part(Same(x.spec), fragment), [x.stored[k] for k in fragment])
+    return Sharded(_part(ByIdentity(x.spec), fragment), [x.stored[k] for k in fragment])
 
 
 @functools.lru_cache(maxsize=1024)
-def _part(spec: Same, fragment: Fragment) -> Spec:
-    units = [spec.x.layout.units[k] for k in fragment]
+def _part(spec: ByIdentity, fragment: Fragment) -> Spec:
+    units = [spec.value.layout.units[k] for k in fragment]
     kept = {leaf.index for unit in units for leaf in unit.leaves}
-    return replace(spec.x, layout=restrict(spec.x.layout, lambda _, leaf: leaf.index in kept))
+    return replace(spec.value, layout=restrict(spec.value.layout, lambda _, leaf: leaf.index in kept))
 
 
 def with_part(spec: Spec, shards: Iterable[Stored], fragment: Fragment, fresh: Sharded) -> Sharded:
