@@ -114,9 +114,17 @@ def _decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor) -> None:
 def draws(key: int, offset: int, size: int, of: int) -> Tensor:
     """int64 [size]: 32 random bits for m (`of` 0) or v (1) of each element from `offset` on, a multiple of 2,048."""
     seeds = [_seed(key, offset // UNIT + i) for i in range(-(-size // UNIT))]
-    starts = torch.tensor([seed >> 21 if of else seed % UNIT for seed in seeds])
-    places = (starts[:, None] + torch.arange(UNIT)) % UNIT
-    return _table(key)[places].view(-1)[:size]
+    return _from_places(key, [seed >> 21 if of else seed % UNIT for seed in seeds], UNIT).view(-1)[:size]
+
+
+def draws_of_blocks(key: int, first: int, num: int, block: int) -> Tensor:
+    """int64 [num, block]: 32 random bits for each element of blocks `first`, `first` + 1, ..."""
+    return _from_places(key, [_seed(key, first + i) % UNIT for i in range(num)], block)
+
+
+def _from_places(key: int, starts: Sequence[int], num: int) -> Tensor:
+    places = (torch.tensor(starts)[:, None] + torch.arange(num)) % UNIT
+    return _table(key)[places]
 
 
 def _table(key: int) -> Tensor:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import cpu, cuda, native
+from . import cpu, cuda, native, reference
 from .kernel_args import GRADIENTS, check_tensor
 
 FORMATS = ("int8", "int4", "fp8", "sign")  # zf_wire
@@ -24,6 +24,7 @@ _LEAST, _TOP_SCALE = 2.0**-100, {"int8": 2.0**120, "int4": 2.0**124, "fp8": 2.0*
 _AT_ONCE = 1 << 12  # blocks: torch's operations take some bytes an element beside
 _MAGIC, _MAGIC_BITS = 12582912.0, 0x4B400000
 _SUMS = 256  # by which the magnitudes of a block are added up
+_MAGIC_FP8, _MAGIC_FP8_BITS = 24576.0, 0x46C00000
 
 
 class Codes(NamedTuple):
@@ -52,23 +53,41 @@ class Codes(NamedTuple):
         check_tensor(f"{what}: scales", self.scales, (torch.bfloat16,), size // self.block, device)
 
 
+class Draws(NamedTuple):
+    """Random bits for codes that are drawn: `key`, of 64 bits, and the number in their unit of the first block, so that
+    codes do not depend on how a unit is cut.
+    """
+
+    key: int
+    block: int
+
+
 def bits(format: str) -> int:
     """Return the bits of an element's code."""
     return _BITS[format]
 
 
-def encode(x: Tensor, out: Codes) -> None:
-    """fp32, bf16 or fp16 [size] -> its codes and scales, rounded to nearest, ties to even."""
+def encode(x: Tensor, out: Codes, draws: Draws | None = None) -> None:
+    """fp32, bf16 or fp16 [size] -> its codes and scales, rounded to nearest, ties to even.
+
+    With `draws`, and but for signs, each element becomes the code below or above it, with probabilities in 2^-15 (of
+    normal numbers in fp8 2^-20) for which the mean of what arrives is the element.
+    """
     check_tensor("wire encode: x", x, GRADIENTS, device=x.device)
     out.check("wire encode", x.numel(), x.device)
     if _on_cpu(x):
-        _in_blocks("wire_encode", x, out.codes, out.scales, of=out, number=x)
+        key = None if draws is None else ctypes.byref(ctypes.c_uint64(draws.key))
+        more = (key, 0 if draws is None else draws.block)
+        _in_blocks("wire_encode", x, out.codes, out.scales, of=out, number=x, more=more)
     elif _on_gpu(x):
         how = (out.scales.numel(), out.block, FORMATS.index(out.format))
-        cuda.launch("wire_encode", x.device, out.scales.numel(), x, _number(x), out.codes, out.scales, *how)
+        drawn = (0, 0, 0) if draws is None else (1, _signed(draws.key), draws.block)
+        cuda.launch("wire_encode", x.device, out.scales.numel(), x, _number(x), out.codes, out.scales, *how, *drawn)
     else:
-        for elements, part in _windows(x, out):
-            _encode(elements, part)
+        for at, elements, part in _windows(x, out):
+            num = part.scales.numel()
+            random = None if draws is None else reference.draws_of_blocks(draws.key, draws.block + at, num, out.block)
+            _encode(elements, part, None if random is None else random.to(x.device))
 
 
 def decode(given: Codes, out: Tensor) -> None:
@@ -81,7 +100,7 @@ def decode(given: Codes, out: Tensor) -> None:
         how = (_number(out), out.numel(), given.block, FORMATS.index(given.format))
         cuda.launch("wire_decode", out.device, _warps(out), given.codes, given.scales, out, *how)
     else:
-        for elements, part in _windows(out, given):
+        for _, elements, part in _windows(out, given):
             elements.copy_(_decoded(part))
 
 
@@ -133,13 +152,17 @@ def _number(x: Tensor) -> int:
     return GRADIENTS.index(x.dtype)
 
 
+def _signed(word: int) -> int:
+    return (word + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _warps(x: Tensor) -> int:
     return -(-x.numel() // 256)
 
 
-def _in_blocks(name: str, *tensors: Tensor, of: Codes, number: Tensor) -> None:
+def _in_blocks(name: str, *tensors: Tensor, of: Codes, number: Tensor, more: Sequence[Any] = ()) -> None:
     """Call the library's function on all blocks, on several threads."""
-    function, how = native.kernel(name), (of.block, FORMATS.index(of.format), _number(number))
+    function, how = native.kernel(name), (of.block, FORMATS.index(of.format), _number(number), *more)
     addresses = [x.data_ptr() for x in tensors]
     native.in_parts(of.size, lambda a, b: function(*addresses, a // of.block, b // of.block, *how), of.block)
 
@@ -147,28 +170,29 @@ def _in_blocks(name: str, *tensors: Tensor, of: Codes, number: Tensor) -> None:
 # --- in torch's operations ---------------------------------------------------------------------
 
 
-def _windows(x: Tensor, of: Codes) -> Iterator[tuple[Tensor, Codes]]:
-    """Yield some blocks after the other of a tensor [size], with their codes."""
+def _windows(x: Tensor, of: Codes) -> Iterator[tuple[int, Tensor, Codes]]:
+    """Yield some blocks after the other of a tensor [size]: the number of the first, elements, codes."""
     num_bytes = of.block * bits(of.format) // 8
     for a in range(0, of.scales.numel(), _AT_ONCE):
         b = a + _AT_ONCE
         part = of._replace(codes=of.codes[a * num_bytes : b * num_bytes], scales=of.scales[a:b])
-        yield x[a * of.block : b * of.block], part
+        yield a, x[a * of.block : b * of.block], part
 
 
-def _encode(x: Tensor, out: Codes) -> None:
+def _encode(x: Tensor, out: Codes, random: Tensor | None) -> None:
     blocks = x.float().view(-1, out.block)
     if out.format == "sign":
         _encode_signs(blocks, out)
         return
-    scale = _scale(blocks.abs().amax(1), out.format)
+    scale = _scale(blocks.abs().amax(1), out.format, random is not None)
     usual = (scale > 0) & scale.isfinite()
     y = blocks * torch.where(usual, 1.0 / scale, 0.0)[:, None]
     y = torch.where(scale.isfinite()[:, None], y, 0.0)
     _put_scales(scale, out)
     if out.format == "fp8":
-        codes = y.to(torch.float8_e4m3fn).view(torch.uint8)
+        codes = y.to(torch.float8_e4m3fn).view(torch.uint8) if random is None else _drawn_fp8(y, random)
     else:
+        y = y if random is None else y + _dither(random)
         codes = ((y + _MAGIC).view(torch.int32) - _MAGIC_BITS).to(torch.int8).view(torch.uint8)
     if out.format == "int4":
         low, high = (codes + 8).view(-1, 2, out.block // 2).unbind(1)
@@ -210,15 +234,35 @@ def _put_scales(scale: Tensor, out: Codes) -> None:
     out.scales.view(torch.int16).copy_(scale.view(torch.int32) >> 16)
 
 
-def _scale(top: Tensor, format: str) -> Tensor:
-    """The largest magnitudes of blocks, fp32 -> their scales, fp32 numbers that bfloat16 has."""
+def _dither(random: Tensor) -> Tensor:
+    return ((random >> 17 << 8) + 0x3F800080).int().view(torch.float32) - 1.5
+
+
+def _drawn_fp8(y: Tensor, random: Tensor) -> Tensor:
+    size = y.abs()
+    normal = (size.view(torch.int32) + (random >> 12).int() >> 20) - 960
+    small = (size + _dither(random) * 2.0**-9 + _MAGIC_FP8).view(torch.int32) - _MAGIC_FP8_BITS
+    codes = torch.where(size < 2.0**-6, small, normal)
+    return (codes | y.signbit() * 0x80).to(torch.uint8)
+
+
+def _scale(top: Tensor, format: str, drawn: bool) -> Tensor:
+    """The largest magnitudes of blocks, fp32 -> their scales, fp32 numbers that bfloat16 has. `drawn`: rounded up."""
     if format == "fp8":
         octaves = 8 << 23
         power = ((top.view(torch.int32) + 0x1FFFFF) & 0x7F800000).clamp(min=(27 << 23) + octaves) - octaves
         scale = torch.where(top > 0, power.view(torch.float32), 0.0)
     else:
-        scale = _rounded(top / _TOP[format])
+        scale = top / _TOP[format]
+        scale = _raised(scale, top, _TOP[format]) if drawn else _rounded(scale)
     return torch.where(top.isfinite() & (scale <= _TOP_SCALE[format]), scale, torch.nan)
+
+
+def _raised(scale: Tensor, top: Tensor, most: float) -> Tensor:
+    """Quotients of `top` and `most` -> the least bfloat16 numbers that are no less; of NaN and inf some numbers."""
+    raised = (scale.view(torch.int32).clamp(max=0x7F000000) + 0xFFFF & ~0xFFFF).view(torch.float32)
+    more = (raised.view(torch.int32) + 0x10000).view(torch.float32)
+    return torch.where(scale < _LEAST, 0.0, torch.where(raised * most < top, more, raised))
 
 
 def _decoded(given: Codes) -> Tensor:

@@ -42,6 +42,7 @@ def rows(x: torch.Tensor) -> dict[str, Run]:
         coded = how.encode_all(x[None])
         nbytes = x.nbytes + coded.nbytes
         found[f"{form}, encode"] = (nbytes, lambda how=how, coded=coded: how.encode_row(x, coded, 0))
+        found[f"{form}, encode, drawn"] = (nbytes, lambda how=how, coded=coded: how.encode_row(x, coded, 0, key=1))
         found[f"{form}, decode"] = (nbytes, lambda how=how, coded=coded: how.decode_rows(to, coded))
         both = [coded[0], coded[0].clone()]
         found[f"{form}, sum of 2"] = (nbytes + coded.nbytes, lambda how=how, both=both: how.sum_(to, both))
@@ -79,7 +80,7 @@ def checks(found: dict[str, list[float]]) -> list[Check]:
     """A copy's speed over that of encoding and decoding."""
     out = []
     for form, least in LEAST.items():
-        for what in ("encode", "decode"):
+        for what in ("encode", "decode", *(["encode, drawn"] if form != "bf16" else [])):
             share = ratio(found[COPY], found[f"{form}, {what}"])
             out.append(Check(f"{form}, {what}: speed of a copy over its own", str(share), share.median, 1 / least))
     return out

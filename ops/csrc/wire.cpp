@@ -22,8 +22,23 @@ struct Fp16 {
     ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
 };
 
-template <int format>
-ZF_FN zf_u code_of(zf_f y) {
+// The draws of a key, twice: a block goes past the end.
+struct Draws {
+    zf_u64 key;
+    zf_u32 of[2 * ZF_UNIT] __attribute__((aligned(64)));
+    explicit Draws(zf_u64 key) : key(key) {
+        const zf_u32 seed = zf_seed(key, ZF_DRAWS);
+        zf_u lanes = {};
+        for (zf_u32 lane = 0; lane < ZF_LANES; ++lane) lanes[lane] = lane;
+        for (zf_u32 i = 0; i < 2 * ZF_UNIT; i += ZF_LANES) put(of + i, zf_draw(seed, (lanes + i) % ZF_UNIT));
+    }
+    const zf_u32 *from(zf_i64 block) const { return of + zf_seed(key, (zf_u64)block) % ZF_UNIT; }
+};
+
+// `draws`: where those of the elements from y on begin; NULL for the nearest codes.
+template <int format, bool drawn>
+ZF_FN zf_u code_of(zf_f y, const zf_u32 *draws) {
+    if (drawn) return format == ZF_FP8 ? zf_wire_drawn_fp8(y, raw(draws)) : zf_wire_drawn_integer(y, raw(draws));
     return format == ZF_FP8 ? zf_wire_fp8(y) : zf_wire_integer(y);
 }
 template <int format>
@@ -77,10 +92,10 @@ ZF_FN float sum_of(const typename Number::stored *x, zf_i64 block) {
 }
 
 // The bits of a block's scale.
-template <int format, class Number>
+template <int format, class Number, bool drawn>
 ZF_FN zf_u32 scale_of(const typename Number::stored *x, zf_i64 block) {
     if (format == ZF_SIGN) return zf_wire_mean(sum_of<Number>(x, block), block);
-    return zf_wire_scale(top_of<Number>(x, block), format);
+    return zf_wire_scale(top_of<Number>(x, block), format, drawn);
 }
 
 // The signs of a block of `8 * size` elements, a bit each.
@@ -99,8 +114,8 @@ ZF_FN void encode_signs(const typename Number::stored *x, zf_u8 *codes, zf_i64 s
 }
 
 // A block's elements -> its codes, for a scale.
-template <int format, class Number>
-ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block) {
+template <int format, class Number, bool drawn>
+ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block, const zf_u32 *draws) {
     const float inverse = zf_wire_inverse(scale);
     const zf_i64 half = block / 2, size = bytes_of<format>(block);
     if (scale > ZF_INF || (format == ZF_SIGN && scale == 0u)) {
@@ -115,9 +130,11 @@ ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, 
         zf_u now[4];
         for (int k = 0; k < 4; ++k) {
             const zf_i64 at = i + k * ZF_LANES;
-            now[k] = code_of<format>(Number::get(x + at) * inverse);
-            if (format == ZF_INT4)
-                now[k] = ((now[k] + 8u) & 0xFu) | (code_of<format>(Number::get(x + half + at) * inverse) + 8u) << 4;
+            now[k] = code_of<format, drawn>(Number::get(x + at) * inverse, draws + at);
+            if (format == ZF_INT4) {
+                const zf_f upper = Number::get(x + half + at) * inverse;
+                now[k] = ((now[k] + 8u) & 0xFu) | (code_of<format, drawn>(upper, draws + half + at) + 8u) << 4;
+            }
         }
         put_low_bytes(codes + i, now);
     }
@@ -138,16 +155,27 @@ ZF_FN zf_f value_at(const zf_u8 *codes, zf_i64 at, zf_i64 block, zf_u16 scale) {
 }
 
 // The next block's scale is looked for before a block is encoded: memory is read on while it is divided.
-template <int format, class Number>
-void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block) {
+template <int format, class Number, bool drawn>
+void encode_each(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block,
+                 const Draws *draws, zf_i64 place) {
     const typename Number::stored *x = (const typename Number::stored *)from;
-    zf_u32 next = first < last ? scale_of<format, Number>(x + first * block, block) : 0u;
+    zf_u32 next = first < last ? scale_of<format, Number, drawn>(x + first * block, block) : 0u;
     for (zf_i64 b = first; b < last; ++b) {
         const zf_u32 scale = next;
-        if (b + 1 < last) next = scale_of<format, Number>(x + (b + 1) * block, block);
-        encode<format, Number>(x + b * block, codes + b * bytes_of<format>(block), scale, block);
+        if (b + 1 < last) next = scale_of<format, Number, drawn>(x + (b + 1) * block, block);
+        encode<format, Number, drawn>(x + b * block, codes + b * bytes_of<format>(block), scale, block,
+                                      drawn ? draws->from(place + b) : nullptr);
         scales[b] = (zf_u16)(scale >> 16);
     }
+}
+
+template <int format, class Number>
+void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block,
+                const zf_u64 *key, zf_i64 place) {
+    if (!key || format == ZF_SIGN) // signs have no codes between which to draw
+        return encode_each<format, Number, false>(from, codes, scales, first, last, block, nullptr, place);
+    const Draws draws(*key);
+    encode_each<format, Number, format != ZF_SIGN>(from, codes, scales, first, last, block, &draws, place);
 }
 
 template <int format, class Number>
@@ -185,10 +213,11 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
 
 } // namespace
 
-// Blocks [first, last) of numbers of a kind, zf_number.
+// Blocks [first, last) of numbers of a kind, zf_number. `key`: of the draws, of which block b takes those of `place` + b;
+// NULL for the nearest codes.
 ZF_API void ZF_NAME(zf_wire_encode)(const void *x, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last,
-                                    zf_i64 block, zf_i32 format, zf_i32 number) {
-#define ENCODE(format) ZF_EACH_NUMBER(encode_all, format, x, codes, scales, first, last, block)
+                                    zf_i64 block, zf_i32 format, zf_i32 number, const zf_u64 *key, zf_i64 place) {
+#define ENCODE(format) ZF_EACH_NUMBER(encode_all, format, x, codes, scales, first, last, block, key, place)
     ZF_EACH_FORMAT(ENCODE);
 }
 

@@ -16,6 +16,11 @@
  * in this order, then these 256 sums by halves, i and i + 128 first. A scale has 8 bits and a block at most 2,048
  * elements, so the sum of a decoded block is exact, and encoding it gives the same codes and scale. A block whose sum is
  * no finite number is of NaN.
+ *
+ * Codes are the nearest ones, or drawn, but for signs: an element between two codes becomes either, with probabilities
+ * that make it right on average. Then the scale of integers is rounded up, so that no element is beyond the top code.
+ * Block `b` of a unit takes the draws of formats.h as 2,048 elements of an optimizer do: from place
+ * zf_seed(key, b) % 2048 on.
  */
 #ifndef ZEROFN_WIRE_H
 #define ZEROFN_WIRE_H
@@ -56,15 +61,26 @@ ZF_FN zf_u32 zf_wire_rounded(zf_u32 scale) {
     return scale < ZF_LEAST_SCALE ? 0u : (scale + 0x7FFFu + (scale >> 16 & 1u)) & 0xFFFF0000u;
 }
 
-/* The bits of the largest magnitude of a block -> the bits of its scale, the lower half of which is zero. */
-ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format) {
+/* The least scale with top <= most * scale; none below the least of all. The quotient may have been rounded down to a
+ * bfloat16; the product is exact. */
+ZF_FN zf_u32 zf_wire_raised(zf_u32 scale, zf_u32 top, float most) {
+    if (scale < ZF_LEAST_SCALE) return 0u;
+    scale = (scale + 0xFFFFu) & 0xFFFF0000u;
+    return zf_float_of(scale) * most < zf_float_of(top) ? scale + 0x10000u : scale;
+}
+
+/* The bits of the largest magnitude of a block -> the bits of its scale, the lower half of which is zero. `drawn`: for
+ * codes that are. */
+ZF_FN zf_u32 zf_wire_scale(zf_u32 top, int format, int drawn) {
     if (top >= ZF_INF) return ZF_NAN;
     zf_u32 scale;
     if (format == ZF_FP8) { /* the least power of two with top <= 448 * scale */
         zf_u32 power = (top + 0x001FFFFFu) & ZF_INF, least = ZF_LEAST_SCALE + 0x04000000u;
         scale = top == 0u ? 0u : (power > least ? power : least) - 0x04000000u;
     } else {
-        scale = zf_wire_rounded(zf_bits_of(zf_float_of(top) / ZF_TOP_CODE(format)));
+        const float most = ZF_TOP_CODE(format);
+        scale = zf_bits_of(zf_float_of(top) / most);
+        scale = drawn ? zf_wire_raised(scale, top, most) : zf_wire_rounded(scale);
     }
     return scale > ZF_TOP_SCALE(format) ? ZF_NAN : scale;
 }
@@ -88,6 +104,21 @@ ZF_FN zf_u zf_wire_fp8(zf_f y) {
     zf_u bits = zf_bits(y), size = bits & ZF_ABS, sign = bits >> 24 & 0x80u;
     zf_u normal = ((size + 0x7FFFFu + (size >> 20 & 1u)) >> 20) - 960u; /* 120 octaves of 8 codes */
     zf_u small = zf_bits(zf_float(size) + 16384.0f) - 0x46800000u;      /* a bit of 2^14 is 2^-9 */
+    return sign | (size < 0x3C800000u ? small : normal);
+}
+
+/* A draw of formats.h -> a number between -1/2 and 1/2: one of 2^15, so that a sum with an integer rounds to it. */
+ZF_FN zf_f zf_wire_dither(zf_u draw) { return zf_float((draw >> 17 << 8) + 0x3F800080u) - 1.5f; }
+
+/* As above, for the integer below or above. Of an element at most an ulp above the top code it is the top code. */
+ZF_FN zf_u zf_wire_drawn_integer(zf_f y, zf_u draw) { return zf_wire_integer(y + zf_wire_dither(draw)); }
+
+/* As above, for the e4m3 below or above: 20 bits are cut off, or what is below 2^-9. */
+ZF_FN zf_u zf_wire_drawn_fp8(zf_f y, zf_u draw) {
+    zf_u bits = zf_bits(y), size = bits & ZF_ABS, sign = bits >> 24 & 0x80u;
+    zf_u normal = ((size + (draw >> 12)) >> 20) - 960u;
+    zf_f moved = zf_float(size) + zf_wire_dither(draw) * 0.001953125f; /* perhaps below zero */
+    zf_u small = zf_bits(moved + 24576.0f) - 0x46C00000u;             /* a bit of 2^14 * 1.5 is 2^-9 */
     return sign | (size < 0x3C800000u ? small : normal);
 }
 

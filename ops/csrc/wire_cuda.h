@@ -5,10 +5,21 @@
 #include "eights.h"
 #include "wire.h"
 
-ZF_GPU zf_u32 code_of(float y, zf_i64 format) { return format == ZF_FP8 ? zf_wire_fp8(y) : zf_wire_integer(y); }
+struct Draws { // from `place` on, of the draws of a key; or none
+    bool drawn;
+    zf_u32 seed, place;
+};
+
+// Of element `i` of a block, times the inverse of the scale.
+ZF_GPU zf_u32 code_of(float y, zf_i64 format, const Draws &draws, zf_i64 i) {
+    if (!draws.drawn) return format == ZF_FP8 ? zf_wire_fp8(y) : zf_wire_integer(y);
+    const zf_u32 draw = zf_draw(draws.seed, (draws.place + (zf_u32)i) % ZF_UNIT);
+    return format == ZF_FP8 ? zf_wire_drawn_fp8(y, draw) : zf_wire_drawn_integer(y, draw);
+}
 
 // The scale of a warp's block, the same on all lanes.
-ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i64 block, zf_i64 format) {
+ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i64 block, zf_i64 format,
+                          bool drawn) {
     zf_u32 top = 0;
     float sums[8] = {}, x[8];
     for (zf_i64 i = 8 * lane_of(); i < block; i += ZF_SUMS) {
@@ -16,7 +27,7 @@ ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i6
         EACH(k) top = (zf_bits(x[k]) & ZF_ABS) > top ? zf_bits(x[k]) & ZF_ABS : top;
         EACH(k) sums[k] += zf_float(zf_bits(x[k]) & ZF_ABS);
     }
-    if (format != ZF_SIGN) return zf_wire_scale(largest_of_warp(top), (int)format);
+    if (format != ZF_SIGN) return zf_wire_scale(largest_of_warp(top), (int)format, drawn);
     for (int step = 16; step; step /= 2)
         EACH(k) sums[k] += zf_float(__shfl_xor_sync(ALL_LANES, zf_bits(sums[k]), step));
     for (int half = 4; half; half /= 2)
@@ -24,25 +35,30 @@ ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i6
     return zf_wire_mean(sums[0], block);
 }
 
-// The codes of elements [at, at + 8) of a block, for the inverse of its scale.
-ZF_GPU void encoded(const void *from, zf_i64 number, zf_i64 at, float inverse, zf_i64 format, zf_u32 *codes) {
+// The codes of a block's elements from its element `i` on, which is element `at` of all.
+ZF_GPU void encoded(const void *from, zf_i64 number, zf_i64 at, float inverse, zf_i64 format, const Draws &draws,
+                    zf_i64 i, zf_u32 *codes) {
     float x[8];
     numbers(load(from, width_of(number), at, 8), number, x);
-    EACH(k) codes[k] = format == ZF_SIGN ? (zf_u32)(x[k] < 0.0f) : code_of(x[k] * inverse, format);
+    EACH(k) codes[k] = format == ZF_SIGN ? (zf_u32)(x[k] < 0.0f) : code_of(x[k] * inverse, format, draws, i + k);
 }
 
-// A warp a block. Where a scale is NaN, all codes are zero; of signs where it is zero, too.
+// A warp a block. Where a scale is NaN, all codes are zero; of signs where it is zero, too. `key`, `place`:
+// of the draws, if they are drawn; of block b those of place + b.
 ZF_KERNEL zf_wire_encode(const void *from, zf_i64 number, void *codes, zf_u16 *scales, zf_i64 num, zf_i64 block,
-                         zf_i64 format) {
+                         zf_i64 format, zf_i64 drawn, zf_i64 key, zf_i64 place) {
     const zf_i64 planes = ZF_PLANES(format), size = block / planes;
+    Draws draws = {drawn != 0, drawn ? zf_seed((zf_u64)key, ZF_DRAWS) : 0u, 0u};
     for (zf_i64 b = warp_of(); b < num; b += num_warps()) {
-        const zf_u32 scale = scale_of_warp(from, number, b * block, block, format);
+        const zf_u32 scale = scale_of_warp(from, number, b * block, block, format, draws.drawn);
+        if (drawn) draws.place = zf_seed((zf_u64)key, (zf_u64)(place + b)) % ZF_UNIT;
         const float inverse = zf_wire_inverse(scale);
         const bool zero = scale > ZF_INF || (format == ZF_SIGN && scale == 0u);
         for (zf_i64 i = 8 * lane_of(); i < size; i += 256) {
             zf_u32 codes_here[8] = {}, now[8];
             for (zf_i64 plane = 0; plane < planes; ++plane) {
-                encoded(from, number, b * block + plane * size + i, inverse, format, now);
+                const zf_i64 at = plane * size + i;
+                encoded(from, number, b * block + at, inverse, format, draws, at, now);
                 EACH(k) now[k] = format == ZF_INT4 ? (now[k] + 8u) & 0xFu : now[k];
                 EACH(k) codes_here[k] |= now[k] << (8 / planes * plane);
             }

@@ -348,8 +348,9 @@ def test_casts_are_torchs(device):
 
 
 @pytest.mark.parametrize("block", [128, 256, 2048])
+@pytest.mark.parametrize("draws", [None, wire_codes.Draws(2**64 - 3, 2**41)], ids=["nearest", "drawn"])
 @pytest.mark.parametrize("format", wire_codes.FORMATS)
-def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, monkeypatch):
+def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, draws, monkeypatch):
     size = 7 * block
     num = size * wire_codes.bits(format) // 8
 
@@ -361,7 +362,7 @@ def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, monkeypatch
     numbers = [floats(size, 20), floats(size, 21, strange=False).bfloat16(), floats(size, 22).half()]
     expected, there = room("cpu"), room(device)
     for x, row in zip(numbers, expected, strict=True):
-        wire_codes.encode(x, row)
+        wire_codes.encode(x, row, draws)
     decoded = [torch.empty(size, dtype=kind) for kind in kinds]
     for row, out in zip(expected, decoded, strict=True):
         wire_codes.decode(row, out)
@@ -371,7 +372,7 @@ def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, monkeypatch
         monkeypatch.setattr(wire_codes, "_on_cpu", lambda x: False)
         monkeypatch.setattr(wire_codes, "_on_gpu", lambda x: True)
     for x, row in zip(numbers, there, strict=True):
-        wire_codes.encode(x.to(device), row)
+        wire_codes.encode(x.to(device), row, draws)
     assert_same([x for row in there for x in row[:2]], [x for row in expected for x in row[:2]])
     found = [torch.empty(size, dtype=kind, device=device) for kind in kinds]
     for row, out in zip(there, found, strict=True):

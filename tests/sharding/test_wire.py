@@ -11,7 +11,7 @@ from zerofn.sharding.partition import Partition
 from zerofn.sharding.wire import along, given
 
 STATE = {"params": {"w": torch.ones(3)}}
-BOTH = Wire("int8", "int8")
+BOTH, DRAWN = Wire("int8", "int8"), "stochastic"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,12 @@ def test_an_unknown_form_is_answered_with_those_there_are(make):
         ),
         ({"block": 100}, "zerofn.Wire: block=100 does not divide every shard into blocks; it can be 128, 256"),
         ({"smallest": -1}, "zerofn.Wire: smallest=-1 elements cannot be negative; write smallest=0"),
+        ({"rounding": "random"}, "zerofn.Wire: rounding='random' is not known; write rounding='nearest'"),
+        (
+            {"gather": "int8", "rounding": "stochastic"},
+            "is for gradients in blocks of codes, and reduce=None: parameters are gathered as the nearest codes. Write",
+        ),
+        ({"reduce": "bf16", "rounding": "stochastic"}, "reduce='bf16': bfloat16 is rounded to nearest. Write reduce="),
     ],
 )
 def test_what_is_no_wire_says_so(options, sentence):
@@ -110,10 +116,11 @@ def test_what_is_coded(form):
 
 
 def test_how_it_is_printed():
-    assert [str(x) for x in (BOTH, Wire("int4", "fp8"), Wire(reduce="int8"))] == [
+    assert [str(x) for x in (BOTH, Wire("int4", "fp8"), Wire(reduce="int8"), Wire(reduce="fp8", rounding=DRAWN))] == [
         "int8",
         "int4 to gather, fp8 to reduce",
         "none to gather, int8 to reduce",
+        "none to gather, fp8 to reduce with stochastic rounding",
     ]
     assert str(given({"data": "int8", "replicate": None})) == "int8 along data"
     assert repr(Wire("int8", block=128)) == "zerofn.Wire(gather='int8', block=128)"

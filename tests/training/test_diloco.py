@@ -385,6 +385,10 @@ def step_of(**options):
         ({"every": 4, "mix": 1.0}, "mix=1.0 must be a number from 0 to less than 1"),
         ({"every": 4, "tau": 0, "mix": 0.5}, "mix=0.5 has no effect with tau=0"),
         ({"every": 4, "wire": "int3"}, "wire='int3' is not known"),
+        (
+            {"every": 4, "wire": zerofn.Wire(reduce="int8", rounding="stochastic")},
+            "rounding='stochastic' needs the key of a step, and between steps",
+        ),
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -131,13 +131,17 @@ class AllGather:
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """[..., size * s, ...] on each rank -> [..., s, ...]: the sum over ranks, in rank order, of one's own shard."""
+    """[..., size * s, ...] on each rank -> [..., s, ...]: the sum over ranks, in rank order, of one's own shard. `key`,
+    `number`: draw the codes of a flat tensor; see `comm.transport`. Its transpose rounds to nearest.
+    """
 
     axis: Axis
     unit: str = ""
     dim: int = -1
     codec: str = ""
     start: int = 0
+    key: Tensor | None = field(default=None, compare=False)
+    number: int = 0
 
     @property
     def transpose(self) -> AllGather:
@@ -150,7 +154,8 @@ class ReduceScatter:
             return (x.view_as(x),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
         if x.dim() == 1:
-            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **begins_at(self.codec, self.start))),)
+            drawn = {"key": self.key, "number": self.number} if self.codec and self.key is not None else {}
+            return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **drawn, **begins_at(self.codec, self.start))),)
         rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
         return (ops.wait(ops.reduce_scatter(rows.reshape(-1), *to)).view(rows.shape[1:]),)
 

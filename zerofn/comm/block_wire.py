@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..ops import wire_codes
-from ..ops.wire_codes import Codes
+from ..ops.wire_codes import Codes, Draws
 
 _ALIGNED = 16  # bytes: every row begins at a multiple
 
@@ -56,12 +56,14 @@ class BlockWire:
         length = self.row_bytes(whole.numel() // size, whole.itemsize, size, start)
         return torch.empty(size, length, dtype=torch.uint8, device=whole.device)
 
-    def encode_row(self, shard: Tensor, rows: Tensor, rank: int, start: int = 0) -> None:
-        """Encode a rank's shard [s] to its row."""
-        for part in self._parts(rows[rank], shard.numel(), shard.dtype, start + rank * shard.numel()):
+    def encode_row(self, shard: Tensor, rows: Tensor, rank: int, start: int = 0, key: int | None = None) -> None:
+        """Encode a rank's shard [s] to its row: the nearest codes, or with a `key`, of 64 bits, those that it draws."""
+        first = start + rank * shard.numel()
+        for part in self._parts(rows[rank], shard.numel(), shard.dtype, first):
             elements = shard[part.start : part.stop]
             if isinstance(part.held, Codes):
-                wire_codes.encode(elements, part.held)
+                draws = None if key is None else Draws(key, (first + part.start) // self.block)
+                wire_codes.encode(elements, part.held, draws)
             else:
                 part.held.copy_(elements)
 
@@ -71,11 +73,11 @@ class BlockWire:
         self.encode_row(whole.view(size, -1)[rank], rows, rank, start)
         return rows
 
-    def encode_all(self, rows: Tensor, start: int = 0) -> Tensor:
-        """rows [size, s] -> each as it is sent [size, bytes]."""
+    def encode_all(self, rows: Tensor, start: int = 0, key: int | None = None) -> Tensor:
+        """rows [size, s] -> each as it is sent [size, bytes]. `key`: see `encode_row`."""
         coded = self.rows_in(rows, len(rows), start)
         for rank, row in enumerate(rows):
-            self.encode_row(row, coded, rank, start)
+            self.encode_row(row, coded, rank, start, key)
         return coded
 
     def decode_rows(self, whole: Tensor, rows: Tensor, start: int = 0) -> None:

@@ -85,8 +85,8 @@ class WireCodec:
         self.encode_(whole, rank * shard, (rank + 1) * shard)
         return self.rows_in(whole, size)
 
-    def encode_all(self, rows: Tensor, start: int = 0) -> Tensor:
-        """rows [size, s] -> each as it is sent [size, ...]."""
+    def encode_all(self, rows: Tensor, start: int = 0, key: int | None = None) -> Tensor:
+        """rows [size, s] -> each as it is sent [size, ...]. There are no numbers that a `key` draws."""
         return self.encode(rows)
 
     def decode_rows(self, whole: Tensor, rows: Tensor, start: int = 0) -> None:

@@ -33,6 +33,7 @@ from ..util.process import the
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _DRAW = 0x7A65726F2E647277  # keeps the seeds of draws apart from keys folded with small numbers
+_CODE = 0x7A65726F2E636F64  # and those of codes from both
 
 
 def mix(z: int) -> int:
@@ -128,6 +129,11 @@ def seed_of(key: Tensor, position: int) -> int:
     # A CPU generator takes the low 32 bits of a seed, a CUDA one all 64: two of many CPU draws may
     # share a stream by chance (1 pair in 4e9), which no mask or noise notices.
     return _fold(_fold(int(key), _DRAW), position)
+
+
+def seed_of_codes(key: Tensor, number: int) -> int:
+    """Return the 64 bits by which the codes of a transfer are drawn. `number`: of it, among those that a key is for."""
+    return _fold(_fold(int(key), _CODE), number)
 
 
 class Generators:

@@ -15,7 +15,7 @@ from ..util.arguments import check_fields, told
 from ..util.errors import nearest
 from . import wire as wires
 from .float8 import Fp8
-from .wire import Wire
+from .wire import STOCHASTIC, Wire
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,16 @@ class Precision:
     def wire_along(self, axis: Axis) -> Wire | None:
         """Return the form in which units travel along an axis."""
         return wires.along(wires.given(self.wire), axis)
+
+    def draws_along(self, axis: Axis) -> bool:
+        """Return whether the codes of gradients are drawn along an axis."""
+        wire = self.wire_along(axis)
+        return wire is not None and wire.rounding == STOCHASTIC
+
+    @property
+    def draws(self) -> bool:
+        """Whether they are along any."""
+        return any(x.rounding == STOCHASTIC for x in self._wires())
 
     def splits(self, stored: torch.dtype) -> bool:
         """Return whether a parameter stored as `stored` is a split master."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,19 +82,36 @@ def reduce_unit(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
     return stored_sum(spec, unit, own_sum(spec, unit, flat))
 
 
-def own_sum(spec: Spec, unit: Unit, flat: Tensor) -> Tensor:
-    """flat [..., size] on each rank -> the part of the sum over ranks that this one adds, in rank order: its shard, or
-    less of it. Sums of such parts may be added before `stored_sum` makes what is stored of them.
+class Drawn(NamedTuple):
+    """What draws a unit's codes where they are not the nearest. `key`: of this rank, and the step. `unit`: its number
+    among those that the key is for.
     """
-    axis, replicas, dtype = spec.within(unit), spec.mesh.replicas, flat.dtype
+
+    key: Tensor
+    unit: int
+
+
+def own_sum(spec: Spec, unit: Unit, flat: Tensor, drawn: Drawn | None = None) -> Tensor:
+    """flat [..., size] on each rank -> the part of the sum over ranks that this one adds, in rank order: its shard, or
+    less of it. Sums of such parts may be added before `stored_sum` makes what is stored of them. `drawn`: for axes
+    along which codes are; without it they are the nearest.
+    """
+    axis, replicas = spec.within(unit), spec.mesh.replicas
     if axis.size > 1:
-        shard = _by_row(ReduceScatter(axis, unit.name, codec=spec.reduces_as(unit, dtype, axis)), flat)
+        shard = _by_row(_reduction(spec, unit, flat, axis, drawn), flat)
     else:
         shard = ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        codec, start = spec.reduces_as(unit, dtype, replicas), spec.start_of(unit, replicas)
-        shard = _by_row(ReduceScatter(replicas, unit.name, codec=codec, start=start), shard)
+        shard = _by_row(_reduction(spec, unit, shard, replicas, drawn), shard)
     return shard
+
+
+def _reduction(spec: Spec, unit: Unit, x: Tensor, axis: Axis, drawn: Drawn | None) -> ReduceScatter:
+    codec, start = spec.reduces_as(unit, x.dtype, axis), spec.start_of(unit, axis)
+    if drawn is None or not spec.precision.draws_along(axis):
+        return ReduceScatter(axis, unit.name, codec=codec, start=start)
+    number = 2 * drawn.unit + (axis != spec.within(unit))
+    return ReduceScatter(axis, unit.name, codec=codec, start=start, key=drawn.key, number=number)
 
 
 def stored_sum(spec: Spec, unit: Unit, part: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ..util.errors import nearest
 GATHERS = ("bf16", "fp8", "int8", "int4")
 REDUCES = ("bf16", "fp8", "int8")
 CODED = (torch.float32, torch.bfloat16, torch.float16)
+NEAREST, STOCHASTIC = ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,20 @@ class Wire:
 
     "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
     each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
-    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. Numbers are rounded to nearest. A block with a
-    NaN, an inf or a number above 1.4e38 arrives as NaN.
+    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. A block with a NaN, an inf or a number above
+    1.4e38 arrives as NaN.
+
+    `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or the one
+    above, with probabilities by the distance, so that its expected value is the element (Gupta et al., ICML 2015). The
+    step's key draws, for each rank and microbatch anew: `TrainState.value_and_grad` has it, and `value_and_grad` takes
+    it as `rng`. Parameters, and what `scatter` and derivatives through `gather` send, which have no key, are rounded to
+    nearest.
 
     Leaves of fewer than `smallest` elements, such as norms and biases, travel as they are, and so do units of integers
     or of float64.
 
-    Raises `ValueError` for an unknown form, or a block of another size; `TypeError` for what is no such argument.
+    Raises `ValueError` for an unknown form or rounding, a block of another size, and stochastic rounding without a
+    reduction in blocks; `TypeError` for what is no such argument.
 
     >>> Wire(gather="int8", reduce="fp8")
     zerofn.Wire(gather='int8', reduce='fp8')
@@ -45,6 +53,7 @@ class Wire:
     reduce: str | None = None
     block: int = 256
     smallest: int = 16_384
+    rounding: str = NEAREST
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -60,15 +69,30 @@ class Wire:
             )
         if self.smallest < 0:
             raise ValueError(f"zerofn.Wire: smallest={self.smallest} elements cannot be negative; write smallest=0.")
+        self._check_rounding()
+
+    def _check_rounding(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"zerofn.Wire: rounding={self.rounding!r} is not known; write rounding="
+                f"{nearest(self.rounding, ROUNDINGS, 1, 0.0)[0]!r}."
+            )
+        if self.rounding == STOCHASTIC and self.reduce not in REDUCES[1:]:
+            why = "bfloat16 is rounded to nearest" if self.reduce else "parameters are gathered as the nearest codes"
+            raise ValueError(
+                f"zerofn.Wire: rounding='stochastic' is for gradients in blocks of codes, and reduce={self.reduce!r}: "
+                f"{why}. Write reduce='int8' or reduce='fp8', or leave rounding out."
+            )
 
     def __repr__(self) -> str:
         shown = [f"{k}={v!r}" for k, v in vars(self).items() if v != getattr(Wire, k)]
         return f"zerofn.Wire({', '.join(shown)})"
 
     def __str__(self) -> str:
-        if self.gather == self.reduce:
+        drawn = " with stochastic rounding" if self.rounding == STOCHASTIC else ""
+        if self.gather == self.reduce and not drawn:
             return str(self.gather)
-        return f"{self.gather or 'none'} to gather, {self.reduce or 'none'} to reduce"
+        return f"{self.gather or 'none'} to gather, {self.reduce or 'none'} to reduce{drawn}"
 
     def codec(self, unit: Unit, dtype: torch.dtype, what: str, part: int) -> str:
         """Return the codec (`comm.wire`) by which a unit is sent in a dtype, or parts of it; "" if as it is.

@@ -25,7 +25,7 @@ from ..random import fold_in
 from ..sharding.replica_entries import Replicas
 from ..sharding.shard_plan import moment_storage
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.wire import Wire, wire_of
+from ..sharding.wire import STOCHASTIC, Wire, wire_of
 from ..util.arguments import checked, told
 from ..util.by_identity import ByIdentity
 from .outer_step import (
@@ -97,7 +97,8 @@ def diloco(
     With `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain DiLoCo: replicas wait for it.
     `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of the outer optimizer's; None is
     0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are sent: "bf16", "int8", "fp8", or a
-    `zerofn.Wire`, whose `reduce` is for differences and `gather` for means. All replicas decode the same means.
+    `zerofn.Wire`, whose `reduce` is for differences and `gather` for means, rounded to nearest. All replicas decode
+    the same means.
 
     The step takes what its method `init` returns, see `DilocoState`. Every rank must call it. A replica that is slow is
     waited for where its differences are used; one that fails ends the job. Its last checkpoint is loaded by any
@@ -112,7 +113,13 @@ def diloco(
     _check_arguments(outer, every, fragments, tau, mix)
     outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     share = float(mix) if mix is not None else 0.5 if tau else 0.0
-    return Diloco(inner_step, outer, every, axis, fragments, tau, share, wire_of(wire))
+    form = wire_of(wire)
+    if form is not None and form.rounding == STOCHASTIC:
+        raise ValueError(
+            "diloco: rounding='stochastic' needs the key of a step, and between steps, where differences are sent, "
+            "there is none; leave rounding out of its wire."
+        )
+    return Diloco(inner_step, outer, every, axis, fragments, tau, share, form)
 
 
 def _check_arguments(outer: Any, every: int, fragments: int, tau: int, mix: Any) -> None:

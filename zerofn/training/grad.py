@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,21 +34,9 @@ from ..util.arguments import checked
 from .checkpoint_params import same_parameters
 from .float8 import Products, float8_products
 from .gradient_sums import WHEN, GradientSums, flat_gradients
-from .loss_errors import check_gradient, warn_of_weight
+from .loss_errors import check_gradient
 from .loss_scale import NoLossScale, check_loss_scale
-
-
-class _Loss(NamedTuple):
-    """The loss of one microbatch.
-
-    `mean` is differentiated. `total` is the loss function's sum, or its mean if it returns no weight. `weight` is
-    the weight, or None.
-    """
-
-    mean: Tensor
-    total: Tensor
-    weight: Tensor | None
-    aux: Any
+from .loss_value import Loss, loss_of
 
 
 @checked()
@@ -70,7 +58,8 @@ def value_and_grad(
     rank's own. `grads` has the structure of `params`, is averaged over ranks in the reduce dtype, and is unscaled.
     Unused parameters get zeros.
 
-    `scale`: a loss scale. `rng`: the key for random operations, which raise without one. `frozen(leaf name)`: which
+    `scale`: a loss scale. `rng`: the key for random operations, which raise without one, and for stochastic rounding of
+    what is sent (`zerofn.Wire`), another one in each step. `frozen(leaf name)`: which
     plain leaves get zeros, as integers do; `Sharded` trees know theirs. `f` raises `TypeError` for a complex leaf,
     and `ValueError` or `TypeError` if `loss_fn` returns something else or a loss without a gradient, or `frozen`
     selects no leaf. It warns of a weight that is computed from the parameters.
@@ -108,10 +97,12 @@ class ValueAndGrad:
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
         work = _Work(self, paths, nodes, learns, treedef, mesh)
+        work.sums.check_key(self.rng)
         with axes_of(mesh):
             if not work.loops:
                 only, partial = work.microbatch(nodes, args, 0)
-                loss, aux, sums = _detached(only), only.aux, work.sums.stored(work.sums.own(partial))
+                loss, aux = only.detached, only.aux
+                sums = work.sums.stored(work.sums.own(partial, work.key_of_codes(0)))
             else:
                 loss, aux, sums = work.loop(args)
         value, grads = work.finish(loss, sums)
@@ -183,7 +174,7 @@ class _Work:
     def num_ranks(self) -> int:
         return 1 if self.axis is None else self.axis.size
 
-    def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[_Loss, list[Tensor]]:
+    def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[Loss, list[Tensor]]:
         """Return the local loss and gradients: a flat tensor for each trainable unit, and one for each trained
         plain leaf.
         """
@@ -235,7 +226,11 @@ class _Work:
         own = fold_in(self.vg.rng, 0) if self.axis is None else fold_in_rank(self.vg.rng, self.axis.rank)
         return fold_in(own, index)
 
-    def _loss(self, params: Any, args: Sequence[Any], wanted: Sequence[Tensor]) -> _Loss:
+    def key_of_codes(self, index: Any) -> Tensor | None:
+        """Return what draws the codes of gradients that are sent for a microbatch, or for all; None if nothing does."""
+        return self._key(index) if self.sums.draw else None
+
+    def _loss(self, params: Any, args: Sequence[Any], wanted: Sequence[Tensor]) -> Loss:
         loss_fn = self.vg.loss_fn
         try:
             out = loss_fn(params, *args)
@@ -244,42 +239,9 @@ class _Work:
             if advised is None:
                 raise
             raise advised.with_traceback(error.__traceback__) from None
-        aux = None
-        if self.vg.has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise ValueError(f"value_and_grad(has_aux=True): loss_fn must return (loss, aux), got {_kind(out)}.")
-            out, aux = out
-        total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
-        if isinstance(getattr(total, "loss", None), Tensor):
-            raise ValueError(
-                f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(total)}, a model's "
-                "whole output; write `return output.loss`."
-            )
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            raise ValueError(
-                f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(out)}; "
-                "write loss.mean(), or has_aux=True if the second value is not a weight."
-            )
-        if total.is_complex():
-            raise ValueError(
-                f"value_and_grad: loss_fn must return a real number, got {_kind(total)} of {total.dtype}; write "
-                "loss.real, or loss.abs().square() of a complex error."
-            )
-        if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
-            raise TypeError(
-                f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
-                "is a weight, one number; write value_and_grad(loss_fn, has_aux=True)."
-            )
-        total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
-        if weight is None:
-            return _Loss(total, total, None, aux)
-        weight = torch.as_tensor(weight, device=total.device)
-        warn_of_weight(weight, wanted)
-        weight = weight.detach().reshape(()).to(total.dtype)
-        # A rank without tokens has weight 0 and sum 0: it adds nothing, instead of 0 / 0.
-        return _Loss(total / torch.where(weight == 0, torch.ones_like(weight), weight), total, weight, aux)
+        return loss_of(out, self.vg.has_aux, wanted)
 
-    def _factor(self, loss: _Loss, heard: Sequence[Axis]) -> tuple[Tensor | None, Tensor | None]:
+    def _factor(self, loss: Loss, heard: Sequence[Axis]) -> tuple[Tensor | None, Tensor | None]:
         """Return (what gradients are multiplied by behind the backward pass, what the loss is before it).
 
         That is the weight, behind, since half precision may not hold it. Where ranks with other weights have exchanged
@@ -292,7 +254,7 @@ class _Work:
         mean = torch.where(mean == 0, torch.ones_like(mean), mean)
         return mean, loss.weight / mean
 
-    def _seed(self, loss: _Loss, share: Tensor | None) -> Tensor:
+    def _seed(self, loss: Loss, share: Tensor | None) -> Tensor:
         # The seed of the backward pass divides by ranks and microbatches, which saves a pass over the gradients.
         parts = 1 if loss.weight is not None else self.num_ranks * self.vg.num_microbatches
         seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
@@ -318,16 +280,19 @@ class _Work:
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
             loss, flats = self.microbatch(nodes, values, index)
             # Clone: the loss or weight may be a buffer that the next microbatch writes.
-            pair = [x.clone() for x in _detached(loss) if x is not None]
+            pair = [x.clone() for x in loss.detached if x is not None]
             return (
-                pair + (flats if late else self.sums.own(flats)),
+                pair + (flats if late else self.sums.own(flats, self.key_of_codes(index))),
                 loss.aux,
                 (tree.structure(loss.aux), len(pair) == 2),
             )
 
         sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)], rounds)
         head = 2 if weighted else 1
-        grads = self.sums.stored(self.sums.added(sums[head:]) if late else sums[head:])
+        if late:  # with keys that no microbatch has
+            grads = self.sums.stored(self.sums.added(sums[head:], lambda part: self.key_of_codes(n + part)))
+        else:
+            grads = self.sums.stored(sums[head:])
         total = sums[0] if weighted else sums[0] / n
         if self.vg.num_microbatches == 1:
             rows = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in like.flatten_up_to(stacked)]
@@ -355,14 +320,6 @@ class _Work:
             units = zip(x.layout.units, x.stored, strict=True)
             out.append(Sharded(x.spec, [next(found) if u.trainable else _no_gradient(p) for u, p in units]))
         return total, tree.unflatten(self.treedef, out)
-
-
-def _kind(x: Any) -> str:
-    return f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-
-
-def _detached(loss: _Loss) -> tuple[Tensor, Tensor | None]:
-    return loss.total.detach(), loss.weight
 
 
 def _no_gradient(shard: Tensor | Stored) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..graph.nested import NO_PARTS, Parts
 from ..sharding.gather_scatter import own_gradient, ravel
 from ..sharding.sharded import is_sharded
 from ..sharding.spec import Spec
-from ..sharding.transfers import own_sum, stored_sum
+from ..sharding.transfers import Drawn, own_sum, stored_sum
 
 STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradients are added over ranks
 
@@ -47,19 +47,39 @@ class GradientSums:
             return how == STEP, NO_PARTS
         return True, Parts(self.count, stages) if stages < n else NO_PARTS
 
-    def own(self, flats: Iterable[Tensor]) -> list[Tensor]:
-        """Add gradients over ranks. Return the part of each unit's sum that this rank adds, and of plain leaves, whose
-        copies must stay equal on all ranks, the whole sum. With several microbatches, these are added up.
-        """
-        pairs = zip(self._units(), flats, strict=True)
-        return [own_sum(*unit, x) if unit else x if self.axis is None else sum_over(x, self.axis) for unit, x in pairs]
+    @property
+    def draw(self) -> bool:
+        """Whether ranks draw the codes of gradients that they send."""
+        return any(is_sharded(x) and x.spec.precision.draws for x in self.nodes)
 
-    def added(self, flats: Sequence[Tensor]) -> list[Tensor]:
+    def check_key(self, rng: Tensor | None) -> None:
+        """Raise `ValueError` if there is no key to draw with."""
+        if self.draw and rng is None:
+            raise ValueError(
+                "value_and_grad: the parameters were laid out with rounding='stochastic' for the gradients that ranks "
+                "send, and rng, the key that draws, is None. Write state.value_and_grad(loss_fn), which takes that of "
+                "the step, or rng=zerofn.random.fold_in(zerofn.random.key(0), step)."
+            )
+
+    def own(self, flats: Iterable[Tensor], key: Tensor | None) -> list[Tensor]:
+        """Add gradients over ranks. Return the part of each unit's sum that this rank adds, and of plain leaves, whose
+        copies must stay equal on all ranks, the whole sum. With several microbatches, these are added up. `key`: for
+        codes that are drawn.
+        """
+        out = []
+        for k, (unit, x) in enumerate(zip(self._units(), flats, strict=True)):
+            if unit:
+                out.append(own_sum(*unit, x, Drawn(key, k) if key is not None else None))
+            else:
+                out.append(x if self.axis is None else sum_over(x, self.axis))
+        return out
+
+    def added(self, flats: Sequence[Tensor], key_of: Callable[[int], Tensor | None]) -> list[Tensor]:
         """Return the sums of what `own` returns for several gradients of each unit. `flats`: all those of the first
-        part of a step, then all of the next one.
+        part of a step, then all of the next one. `key_of`: the number of a part -> its key.
         """
         ends = range(0, len(flats), self.count or 1)
-        each = [self.own(flats[k : k + self.count]) for k in ends]
+        each = [self.own(flats[k : k + self.count], key_of(part)) for part, k in enumerate(ends)]
         return [functools.reduce(torch.add, parts) for parts in zip(*each, strict=True)]
 
     def stored(self, parts: Iterable[Tensor]) -> list[Tensor]:
