@@ -42,6 +42,11 @@ class Codes(NamedTuple):
         """The number of elements."""
         return self.scales.numel() * self.block
 
+    def part(self, start: int, stop: int) -> Codes:
+        """The codes of the elements [start, stop), whole blocks."""
+        a, b = (x * bits(self.format) // 8 for x in (start, stop))
+        return self._replace(codes=self.codes[a:b], scales=self.scales[start // self.block : stop // self.block])
+
     def check(self, what: str, size: int, device: torch.device) -> None:
         """Raise `ValueError` or `TypeError` unless these can be the codes of so many elements."""
         if self.format not in FORMATS or self.block not in BLOCKS or size % self.block:

@@ -47,6 +47,7 @@ from .runtime.guarded_captures import Captures, Checks, LeftOut
 from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
+from .runtime.kinds_of_steps import KindsOfSteps
 from .runtime.options import Options
 from .runtime.outputs import returned
 from .runtime.rank_comparison import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
@@ -137,7 +138,7 @@ class CompiledStep:
         self._step, self._options = train_step, options
         self.__wrapped__ = train_step  # a step that calls this one is guarded by what its function reads
         self._captures: dict[Any, Captures] = {}  # by signature; the longest unused first
-        self._agreed_steps, self._checks = AgreedSteps(), Checks()
+        self._agreed_steps, self._checks, self._kinds = AgreedSteps(), Checks(), KindsOfSteps()
         self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
         self.state: Any = None
@@ -174,7 +175,7 @@ class CompiledStep:
             return self._in_turn(state, batch)
 
     def _in_turn(self, state: Any, batch: Any) -> Any:
-        call = self._entry_for(state, batch)
+        call = self._entry_for(self._kinds.turned(state), batch)
         entry, leaves = call.entry, call.state_leaves
         worker().serve(entry)
         inputs = collect(self.__name__, leaves, call.batch_leaves, entry.program.full, entry.donating)
@@ -185,6 +186,7 @@ class CompiledStep:
             result = returned(self.__name__, entry.program, entry.donating, outputs, inputs, leaves)
             if entry.program.new_state is not None:
                 self.state = result[0]
+                self._kinds.went(self.state)
         return result
 
     @outside_steps("step.lower")
@@ -213,7 +215,7 @@ class CompiledStep:
         """Return what will run, before it does. A dry run has come to the step then."""
         if (dry_run := current_dry_run()) is not None:
             dry_run.come_to(self._step, state, batch)
-        return self._entry_for(state, batch).entry
+        return self._entry_for(KindsOfSteps().turned(state), batch).entry
 
     def _entry_for(self, state: Any, batch: Any) -> StepCall:
         """Return the flat arguments, and the entry for their signature, captured now if it is new."""

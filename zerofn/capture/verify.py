@@ -54,10 +54,12 @@ def _all_shards(program: Program, names: dict[Node, str]) -> set[Node]:
 
 
 def _shards(program: Program) -> set[Node]:
-    """Return the inputs that are shards of a `Sharded`, in the state or the batch."""
+    """Return the inputs that are shards of a `Sharded`, in the state or the batch. What each rank has whole and of its
+    own is none: see `own_values`.
+    """
     ends = [(program.placeholders, program.state.nodes), (program.batch_placeholders, program.batch.nodes)]
     pairs = [pair for inputs, kinds in ends for pair in zip(inputs, owners(kinds), strict=False)]
-    return {node for node, (spec, _) in pairs if spec is not None}
+    return {node for node, (spec, _) in pairs if spec is not None and not spec.of_ranks}
 
 
 def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 PIPE, DATA, REPLICATE, EXPERT, CONTEXT, TENSOR = "pipe", "data", "replicate", "expert", "context", "tensor"
 BETWEEN = " x "  # in the name of an axis for several
-APART = "replicate apart"  # the axis of replicas, of what each has of its own; no axis of a mesh that somebody makes
+# Axes of no mesh that somebody makes: of what each replica has of its own, and of what each rank has.
+APART, RANKS = "replicate apart", "ranks apart"
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,16 @@ KINDS = {
         AxisKind(TENSOR, slices="slices of layers", partial=True, cuts="zerofn.parallel.tensor(model, mesh)"),
     )
 }  # fmt: skip
-_OF_REPLICAS = AxisKind(APART, rows=True, slices="a replica's own state")
+_APART = {
+    APART: AxisKind(APART, rows=True, slices="a replica's own state"),
+    RANKS: AxisKind(RANKS, rows=True, slices="a rank's own state"),
+}
 USUAL = DATA  # the axis along which all ranks of a job are, if nobody makes a mesh
 
 
 def kind_of(name: str) -> AxisKind:
     """Return what an axis is. One of another name is the only axis of its mesh, and like the usual one."""
-    return _OF_REPLICAS if name == APART else KINDS.get(name, KINDS[USUAL])
+    return _APART.get(name) or KINDS.get(name, KINDS[USUAL])
 
 
 def in_batch(name: str) -> bool:

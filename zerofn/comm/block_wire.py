@@ -4,9 +4,10 @@ A scale a block needs no word between ranks: it is in what a rank sends. One sca
 all ranks before the first transfer.
 
 Some of a unit travels as it is, such as norms and biases. Which blocks are coded is part of the codec's name,
-"int8.256:0-4,6-9", since it depends on the unit alone. A row, which a rank sends, has the blocks that are not coded,
-the codes of the others, and their scales; all rows of a transfer are as long as the longest. A transfer of a part of
-the unit says at which element the part begins.
+"int8.256:0-4,6-9", since it depends on the unit alone. Where scales are means, the name also says where the last leaf
+ends, "sign.2048:0-4<7000": what follows is padding, which counts in no mean and arrives as zeros. A row, which a rank
+sends, has the blocks that are not coded, the codes of the others, and their scales; all rows of a transfer are as long
+as the longest. A transfer of a part of the unit says at which element the part begins.
 """
 
 from __future__ import annotations
@@ -36,12 +37,13 @@ class _Part(NamedTuple):
 @dataclass(frozen=True)
 class BlockWire:
     """float32, bfloat16 or float16 as `format`, in the blocks [a, b) of a unit that `coded` names, in order. `block`:
-    elements of each.
+    elements of each. `stop`: the element at which the padding begins, if it does not count; 0 where it does.
     """
 
     format: str
     block: int
     coded: tuple[tuple[int, int], ...]
+    stop: int = 0
 
     beside = True  # rows do not lie in the memory of what becomes of them
 
@@ -63,7 +65,7 @@ class BlockWire:
             elements = shard[part.start : part.stop]
             if isinstance(part.held, Codes):
                 draws = None if key is None else Draws(key, (first + part.start) // self.block)
-                wire_codes.encode(elements, part.held, draws)
+                self._encode(elements, part.held, first + part.start, draws)
             else:
                 part.held.copy_(elements)
 
@@ -83,10 +85,12 @@ class BlockWire:
     def decode_rows(self, whole: Tensor, rows: Tensor, start: int = 0) -> None:
         """Decode the rows of all ranks into the flat tensor."""
         for rank, (row, shard) in enumerate(zip(rows, whole.view(len(rows), -1), strict=True)):
-            for part in self._parts(row, shard.numel(), shard.dtype, start + rank * shard.numel()):
+            first = start + rank * shard.numel()
+            for part in self._parts(row, shard.numel(), shard.dtype, first):
                 elements = shard[part.start : part.stop]
                 if isinstance(part.held, Codes):
                     wire_codes.decode(part.held, elements)
+                    self._clear(elements, first + part.start)
                 else:
                     elements.copy_(part.held)
 
@@ -101,12 +105,29 @@ class BlockWire:
             coded = [x for x in held if isinstance(x, Codes)]
             if coded:  # then all are
                 wire_codes.sum_(coded, elements)
+                self._clear(elements, first + each[0].start)
                 continue
             elements.copy_(held[0])
             for x in held[1:]:
                 elements.add_(x)
         if total is not out:
             out.copy_(total)
+
+    def _encode(self, elements: Tensor, into: Codes, first: int, draws: Draws | None) -> None:
+        """Encode whole blocks, which begin at element `first` of the unit."""
+        at, rest = self.stop // self.block * self.block - first, self.stop % self.block
+        if not rest or not 0 <= at < elements.numel():
+            wire_codes.encode(elements, into, draws)
+            return
+        for a, b in ((0, at), (at, at + self.block), (at + self.block, elements.numel())):
+            some = elements[a:b] if a != at else elements[a:b].float() * (self.block / rest)  # the mean of the rest
+            if some.numel():
+                wire_codes.encode(some, into.part(a, b))
+
+    def _clear(self, elements: Tensor, first: int) -> None:
+        """Write zeros to the padding among elements that begin at `first`."""
+        if self.stop and self.stop - first < elements.numel():
+            elements[max(0, self.stop - first) :].zero_()
 
     def _parts(self, row: Tensor, size: int, dtype: torch.dtype, first: int) -> Iterator[_Part]:
         """Yield the parts of a row of `size` elements, which begin at element `first` of the unit."""
@@ -163,9 +184,9 @@ def _row_bytes(how: BlockWire, blocks: int, itemsize: int, size: int, first: int
     return -(-longest // _ALIGNED) * _ALIGNED
 
 
-def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]]) -> str:
+def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]], stop: int = 0) -> str:
     """Return the codec of a unit of `size` elements of which `plain`, elements [start, stop) in order, travel as they
-    are: all blocks that have none of these are coded. "" where there is no such block.
+    are: all blocks that have none of these are coded. "" where there is no such block. `stop`: see `BlockWire`.
 
     >>> name_of("fp8", 256, 2048, [(512, 800), (1000, 1010)])
     'fp8.256:0-2,4-8'
@@ -176,13 +197,14 @@ def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]]
         size // block,
     ]
     text = ",".join(f"{a}-{b}" for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b)
-    return text and f"{format}.{block}:{text}"
+    return text and f"{format}.{block}:{text}{f'<{stop}' if stop else ''}"
 
 
 @functools.cache
 def block_wire(name: str) -> BlockWire:
     """Return the codec of a name that `name_of` has made."""
+    name, _, stop = name.partition("<")
     how, _, where = name.partition(":")
     format, _, block = how.partition(".")
     ends = [x.split("-") for x in where.split(",")]
-    return BlockWire(format, int(block), tuple((int(a), int(b)) for a, b in ends))
+    return BlockWire(format, int(block), tuple((int(a), int(b)) for a, b in ends), int(stop or 0))

@@ -65,6 +65,7 @@ def own_values(
         return OwnValues({}, {})
     pairs = zip(program.batch_placeholders, owners(program.batch.nodes), strict=True)
     entries = [x for x, (spec, _) in pairs if spec is None and x not in same]
+    entries += [x for x, (spec, _) in zip(program.placeholders, program.owners, strict=False) if spec and spec.of_ranks]
     given: dict[Node, Origins] = {x: frozenset((x, axis) for axis in _differing(mesh)) for x in entries}
     found = OwnValues({}, {})
     _Follower(mesh, found, apart or {}).follow(program.gm.graph, given)

@@ -26,6 +26,8 @@ from .masked import MaskedState, masked
 from .multi_transform import MultiTransformState, multi_transform
 from .muon import muon
 from .nadamw import nadamw
+from .onebit import OneBitState
+from .onebit_adam import onebit_adam
 from .params_ema import ParamsEmaState, params_ema
 from .radam import radam, scale_by_radam
 from .rms import ScaleByRmsState, ScaleByRStdDevState, scale_by_rms, scale_by_stddev
@@ -83,6 +85,7 @@ __all__ = [
     "multi_transform",
     "muon",
     "nadamw",
+    "onebit_adam",
     "params_ema",
     "piecewise_constant_schedule",
     "polynomial_schedule",
@@ -124,6 +127,7 @@ __all__ = [
     "MaskedState",
     "MultiTransformState",
     "MuonState",
+    "OneBitState",
     "ParamsEmaState",
     "ScaleByRStdDevState",
     "ScaleByRmsState",

@@ -52,13 +52,15 @@ class About:
     """What a transformation says about itself.
 
     `name` and `args`: for its repr; two transformations are equal if both are. `label(leaf)`: a hashable; leaves with
-    equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update.
+    equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `phase(count)`: the kind
+    of step behind so many applied updates, for one that has several kinds, see `phases`.
     """
 
     name: str = ""
     args: tuple[Any, ...] = ()
     label: Callable[[LeafInfo], Hashable] | None = field(default=None, compare=False)
     learning_rate: Callable[[Any], Any] | None = field(default=None, compare=False)
+    phase: Callable[[int], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -28,7 +28,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     chain(clip_by_global_norm(1.0), lamb(0.001, 0.9, 0.999, 1e-06, 0.0, 0.0, None))
     """
     for t in transformations:
-        checks.transformation("chain", t)
+        checks.transformation("chain", t, phases=True)
+    checks.alone_in_chain(transformations)
     for t in transformations[:-1]:
         if formats.in_format(t):
             raise ValueError(
@@ -63,7 +64,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     labels = [t.about.label for t in transformations if t.about.label]
     rates = [rate_inside(t, itemgetter(i)) for i, t in enumerate(transformations) if t.about.learning_rate]
     label = (lambda leaf: tuple(label(leaf) for label in labels)) if labels else None
-    about = About("chain", transformations, label, rates[-1] if rates else None)
+    about = About("chain", transformations, label, rates[-1] if rates else None, last.about.phase)
     masks = tuple(mask for t in transformations for mask in t.masks)
     factor = None if None in factors else partial(_fold, factors)
     fused = Fused(apply if own.apply else None, factor, own.by_runs and not changing)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
+from collections.abc import Sequence
 from typing import Any
 
 from . import torch_optimizers
@@ -77,8 +78,9 @@ def leaf_constants(where: str, decays: Any, lr_scale: Any) -> None:
         leaf_function(where, "lr_scale", lr_scale, "float")
 
 
-def transformation(where: str, value: Any) -> None:
-    """Raise `TypeError` unless `value` is a gradient transformation.
+def transformation(where: str, value: Any, *, phases: bool = False) -> None:
+    """Raise `TypeError` unless `value` is a gradient transformation, and `ValueError` for one that adds gradients over
+    ranks itself, unless `phases` says that it may.
 
     For one of torch's optimizers the message names its counterpart.
     """
@@ -88,6 +90,29 @@ def transformation(where: str, value: Any) -> None:
         pair = hasattr(value, "init") and hasattr(value, "update")
         instead = "optim.from_functions(tx.init, tx.update)" if pair else "optim.sgd(0.1)"
         raise TypeError(f"{where}: expected a gradient transformation such as {instead}, got {value!r}.")
+    if value.about.phase is not None and not phases:
+        raise ValueError(
+            f"{where}: {value!r} adds gradients over ranks itself, those of all parameters, and cannot stand inside of "
+            f"another transformation. Write it as the optimizer, or as the last of optim.chain."
+        )
+
+
+def alone_in_chain(transformations: Sequence[GradientTransformation]) -> None:
+    """Raise `ValueError` if an optimizer that adds gradients over ranks itself is not the last of a chain, or what
+    stands before it needs the sums.
+    """
+    for k, value in enumerate(transformations):
+        if value.about.phase is None:
+            continue
+        if k + 1 < len(transformations):
+            raise ValueError(f"chain: {value!r} updates the parameters itself; write it as the last.")
+        odd = next((x for x in transformations[:k] if x.fused is None or x.fused.factor is None), None)
+        if odd is not None:
+            raise ValueError(
+                f"chain: {odd!r} cannot stand before {value!r}, which adds gradients over ranks itself: each rank "
+                "would change its own part of them. What multiplies all gradients by one number can, as "
+                "optim.clip_by_global_norm does."
+            )
 
 
 def needs_params(where: str, params: Any) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import tree
 from ..sharded_math.reductions import global_norm
+from ..sharding.sharded import is_sharded, spec_among
 from . import checks
 from .base import About, EmptyState, Fused, GradientTransformation, no_state
 
@@ -18,11 +19,14 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
     `max_norm` is positive.
+
+    Before an optimizer that adds gradients over ranks itself, such as `onebit_adam` once it sends codes, the norm is
+    the root of the mean over ranks of their squared norms, which is at least that of the mean.
     """
     checks.number("clip_by_global_norm", 0.0, above=True, max_norm=max_norm)
 
     def factor(grads: Any, so_far: Tensor | None) -> Tensor:
-        norm = global_norm(grads)
+        norm = global_norm(grads) * _root_of_ranks(grads)
         if so_far is not None:
             norm = norm * so_far.abs()  # the norm of the gradients times `so_far`
         clip = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -35,6 +39,14 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return GradientTransformation(
         no_state, update, About("clip_by_global_norm", (max_norm,)), fused=Fused(factor=factor)
     )
+
+
+def _root_of_ranks(grads: Any) -> float:
+    """Return the root of the number of ranks whose gradients are apart, 1 for sums. A rank's is divided by the number
+    already, so the norm of all times this is the root of the mean of their squared norms.
+    """
+    spec = spec_among(tree.leaves(grads, is_leaf=is_sharded))
+    return spec.mesh.batch.size**0.5 if spec is not None and spec.of_ranks else 1.0
 
 
 def clip(max_delta: float) -> GradientTransformation:

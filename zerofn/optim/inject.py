@@ -162,6 +162,7 @@ def _injected(factory: _Factory) -> GradientTransformation:
         (factory.make, *map(_hashable, factory.arguments.values()), factory.static),
         prototype.about.label,
         learning_rate if "learning_rate" in {*factory.numbers, *factory.schedules} else None,
+        prototype.about.phase,
     )
     fused = Fused(apply, by_runs=prototype.fused is not None and prototype.fused.by_runs)
     return GradientTransformation(init, update, about, prototype.masks, fused)

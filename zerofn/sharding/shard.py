@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import tree
 from .._torch_compat import current_trace
-from ..comm.axes import USUAL
+from ..comm.axes import RANKS, USUAL
 from ..comm.known_meshes import Meshes
 from ..comm.mesh import Axis, Mesh
 from ..deferred_init import Replay, record
@@ -34,6 +34,7 @@ from .allocate import Filler, allocate, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .partition import Partition
 from .precision import Precision, resolve
+from .rank_entries import own_entry
 from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
@@ -337,10 +338,12 @@ def _filler(sharded: Sharded, filler: Filler, leaf: Any) -> Callable[[Tensor], N
     unit = sharded.layout.units[index]
     start, stop = sharded.spec.bounds(unit)
     a, b = max(found.offset, start), min(found.stop, stop)
-    mesh, cuts = sharded.spec.mesh, found.cuts
+    mesh, cuts, of_ranks = sharded.spec.mesh, found.cuts, sharded.spec.of_ranks
+    others = [cut for cut in cuts if cut.axis != RANKS]
 
     def fill(value: Tensor) -> None:
-        value = of_first(sliced(value.detach(), cuts, mesh), cuts, mesh)
+        value = own_entry(value, mesh.axis(RANKS)) if of_ranks else value
+        value = of_first(sliced(value.detach(), others, mesh), cuts, mesh)
         if a < b:
             values = value.reshape(-1)[a - found.offset : b - found.offset]
             filler.write(index, a - start, values)

@@ -21,6 +21,7 @@ from ..ops.codecs import MASTERS, PLAIN, Codec
 from ..util.errors import nearest
 from .partition import Partition
 from .precision import Precision
+from .rank_entries import in_shards, of_ranks
 from .spec import Spec
 from .state_tree import is_state, layout_like, params_of, signature_of, sublayouts
 from .storage import Placement, StorageSpec
@@ -66,10 +67,10 @@ def plan_state(
     partition = _asked(partition, layouts)
     known = {signature_of(part): part for layout in layouts for part in sublayouts(layout)}
     masters = {x.dtype for s in states.values() for x in tree.leaves(params_of(s)) if x.is_floating_point()}
-    formats = moment_storage(state)
+    formats, special = moment_storage(state), _stored_over(state)
 
     def layout_of(x: Any) -> Layout | None:
-        return None if isinstance(x, Tensor) else layout_like(x, known)
+        return None if isinstance(x, Tensor) else layout_like(x, known, int(special.get(id(x)) is of_ranks))
 
     nodes, treedef = tree.flatten(state, is_leaf=lambda x: layout_of(x) is not None)
     parts: list[ShardedPart | ReplicatedPart] = []
@@ -87,7 +88,8 @@ def plan_state(
         dtypes = [asked or public_dtype(x, masters, partition.precision) for x in of_leaves]
         storages = storages_of(name, layout.units, dtypes, own)
         device = leaves[0].device if leaves else None
-        parts.append(ShardedPart(name, Spec(layout, own), first, device, storages, is_params))
+        spec = special.get(id(node), lambda x: x)(Spec(layout, own))
+        parts.append(ShardedPart(name, spec, first, device, storages, is_params))
         first += len(leaves)
     return parts, treedef
 
@@ -226,6 +228,15 @@ def moment_storage(state: Any) -> dict[tree.Path, tuple[Codec, torch.dtype | Non
         for path, x in _nodes(state, lambda x: hasattr(type(x), "moment_storage")).items()
         for field, how in type(x).moment_storage.items()
     }
+
+
+def _stored_over(state: Any) -> dict[int, Callable[[Spec], Spec]]:
+    """Map the id of a field of an optimizer's state to what its type declares of it, where that is no partition like
+    that of moments: "ranks", an entry for each rank, or "shards", at every stage.
+    """
+    known = {"ranks": of_ranks, "shards": in_shards}
+    nodes = _nodes(state, lambda x: hasattr(type(x), "stored_over")).values()
+    return {id(getattr(x, field)): known[how] for x in nodes for field, how in type(x).stored_over.items()}
 
 
 def _nodes(state: Any, wanted: Callable[[Any], bool]) -> dict[tree.Path, Any]:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..comm.axes import RANKS
 from ..comm.mesh import Axis, Mesh
 from ..geometry.cuts import counts
 from ..geometry.layout import Layout, Leaf, Unit, restrict
@@ -79,6 +80,11 @@ class Spec:
     def stage(self) -> int:
         """The stage of ZeRO."""
         return self.partition.stage
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether each rank has an entry of its own of every leaf; see `rank_entries`."""
+        return any(axis.name == RANKS for axis in self.mesh.axes)
 
     @property
     def axis(self) -> str:

@@ -15,21 +15,22 @@ from .precision import Precision
 from .sharded import is_sharded
 
 
-def _signature(x: Any) -> Any:
+def _signature(x: Any, first: int = 0) -> Any:
     leaves, treedef = tree.flatten(x)
     if not all(isinstance(v, Tensor) for v in leaves):
         return None
-    return treedef, tuple(tuple(v.shape) for v in leaves)
+    return treedef, tuple(tuple(v.shape[first:]) for v in leaves)
 
 
-def layout_like(x: Any, known: dict[Any, Layout]) -> Layout | None:
+def layout_like(x: Any, known: dict[Any, Layout], first: int = 0) -> Layout | None:
     """Return the layout for a subtree: the known one with its signature, or one whose leaves it has in part, with None
-    for the others (as moments have under a mask).
+    for the others (as moments have under a mask). `first`: how many dims come before those of a leaf.
     """
-    signature = _signature(x)
+    signature = _signature(x, first)
     if signature is None or signature in known:
         return known.get(signature)
-    shapes = {tree.name_of(path): tuple(v.shape) for path, v in zip(*tree.flatten_with_path(x)[:2], strict=True)}
+    found = zip(*tree.flatten_with_path(x)[:2], strict=True)
+    shapes = {tree.name_of(path): tuple(v.shape[first:]) for path, v in found}
     for layout in known.values():
         if all(name in layout.where and layout.where[name][1].whole == s for name, s in shapes.items()):
             part = restrict(layout, lambda _, leaf: leaf.name in shapes)

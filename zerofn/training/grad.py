@@ -28,12 +28,11 @@ from ..graph.phase import BACKWARD, FORWARD, phase
 from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves
-from ..sharding.sharded import Sharded, is_sharded, mesh_among
-from ..sharding.storage import Stored
+from ..sharding.sharded import is_sharded, mesh_among
 from ..util.arguments import checked
 from .checkpoint_params import same_parameters
 from .float8 import Products, float8_products
-from .gradient_sums import WHEN, GradientSums, flat_gradients
+from .gradient_sums import WHEN, GradientSums, flat_gradients, no_gradient
 from .loss_errors import check_gradient
 from .loss_scale import NoLossScale, check_loss_scale
 from .loss_value import Loss, loss_of
@@ -74,7 +73,9 @@ def value_and_grad(
 
 @dataclass(frozen=True)
 class ValueAndGrad:
-    """The result of `value_and_grad`. `accumulate` sets `num_microbatches` and `reduces`."""
+    """The result of `value_and_grad`. `accumulate` sets `num_microbatches` and `reduces`. `apart`: gradients are not
+    added over ranks, see `optim.phases`.
+    """
 
     loss_fn: Callable[..., Any]
     has_aux: bool
@@ -83,6 +84,7 @@ class ValueAndGrad:
     frozen: Callable[[str], bool] | None = None
     num_microbatches: int = 1
     reduces: str | None = None
+    apart: bool = False
 
     def with_microbatches(self, n: int, reduce: str | None) -> ValueAndGrad:
         """Return the same function with `n` times as many microbatches; see `accumulate`."""
@@ -168,7 +170,7 @@ class _Work:
     @property
     def sums(self) -> GradientSums:
         """How gradients are added over ranks."""
-        return GradientSums(self.nodes, self.learns, self.axis)
+        return GradientSums(self.nodes, self.learns, self.axis, self.vg.apart and self.num_ranks > 1)
 
     @property
     def num_ranks(self) -> int:
@@ -315,17 +317,10 @@ class _Work:
         out: list[Any] = []
         for x, learns in zip(self.nodes, self.learns, strict=True):
             if not is_sharded(x):
-                out.append(next(found) if learns[0] else _no_gradient(x))
+                out.append(next(found) if learns[0] else no_gradient(x))
                 continue
-            units = zip(x.layout.units, x.stored, strict=True)
-            out.append(Sharded(x.spec, [next(found) if u.trainable else _no_gradient(p) for u, p in units]))
+            out.append(self.sums.tree_of(x, found))
         return total, tree.unflatten(self.treedef, out)
-
-
-def _no_gradient(shard: Tensor | Stored) -> Tensor:
-    """Return zeros that share one element of memory, for frozen parameters and integers."""
-    shape = (shard.size,) if isinstance(shard, Stored) else shard.shape
-    return torch.zeros((), dtype=shard.dtype, device=shard.device).expand(shape)
 
 
 def _trainable(name: str, node: Any, frozen: Callable[[str], bool] | None) -> list[bool]:

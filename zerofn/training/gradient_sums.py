@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from ..comm.mesh import Axis
 from ..geometry.layout import Unit
 from ..graph.nested import NO_PARTS, Parts
 from ..sharding.gather_scatter import own_gradient, ravel
-from ..sharding.sharded import is_sharded
+from ..sharding.rank_entries import of_ranks
+from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.spec import Spec
+from ..sharding.storage import Stored
 from ..sharding.transfers import Drawn, own_sum, stored_sum
 
 STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradients are added over ranks
@@ -26,11 +28,13 @@ STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradien
 class GradientSums:
     """Sums over ranks of the gradients of `nodes`, which are `Sharded` or plain. `learns`: for each node, whether each
     of its leaves gets a gradient. `axis`: the ranks with different parts of the batch; None if there are no others.
+    `apart`: gradients of units are not added over ranks; whoever takes them does that.
     """
 
     nodes: Sequence[Any]
     learns: Sequence[Sequence[bool]]
     axis: Axis | None
+    apart: bool = False
 
     @property
     def count(self) -> int:
@@ -41,8 +45,13 @@ class GradientSums:
         """Return whether gradients of several of `n` microbatches accumulate before they are added over ranks, and of
         how many if not of all. `how`: one of `WHEN`, or None for the default; `stages`: ranks along `pipe`.
         """
-        late = all(x.spec.partition.late for x in self.nodes if is_sharded(x))
+        late = self.apart or all(x.spec.partition.late for x in self.nodes if is_sharded(x))
         how = how or (STEP if late else MICROBATCH)
+        if self.apart and how != STEP:
+            raise ValueError(
+                f"accumulate: reduce={how!r} adds gradients over ranks in the course of a step, and this optimizer "
+                "adds them itself, once a step; write reduce='step', or leave it out."
+            )
         if how != ROUND or stages == 1:
             return how == STEP, NO_PARTS
         return True, Parts(self.count, stages) if stages < n else NO_PARTS
@@ -50,7 +59,7 @@ class GradientSums:
     @property
     def draw(self) -> bool:
         """Whether ranks draw the codes of gradients that they send."""
-        return any(is_sharded(x) and x.spec.precision.draws for x in self.nodes)
+        return not self.apart and any(is_sharded(x) and x.spec.precision.draws for x in self.nodes)
 
     def check_key(self, rng: Tensor | None) -> None:
         """Raise `ValueError` if there is no key to draw with."""
@@ -68,7 +77,9 @@ class GradientSums:
         """
         out = []
         for k, (unit, x) in enumerate(zip(self._units(), flats, strict=True)):
-            if unit:
+            if unit and self.apart:
+                out.append(x)
+            elif unit:
                 out.append(own_sum(*unit, x, Drawn(key, k) if key is not None else None))
             else:
                 out.append(x if self.axis is None else sum_over(x, self.axis))
@@ -84,7 +95,15 @@ class GradientSums:
 
     def stored(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return what this rank stores of each gradient, of what each rank has added."""
-        return [stored_sum(*unit, x) if unit else x for unit, x in zip(self._units(), parts, strict=True)]
+        pairs = zip(self._units(), parts, strict=True)
+        return [stored_sum(*unit, x) if unit and not self.apart else x for unit, x in pairs]
+
+    def tree_of(self, node: Any, sums: Iterator[Tensor]) -> Sharded:
+        """Return what this rank stores of the gradients of a `Sharded`; of units that are frozen, zeros."""
+        spec = of_ranks(node.spec) if self.apart else node.spec
+        sizes = [stop - start for start, stop in map(spec.bounds, spec.layout.units)]
+        units = zip(spec.layout.units, node.stored, sizes, strict=True)
+        return Sharded(spec, [next(sums) if u.trainable else no_gradient(p, size) for u, p, size in units])
 
     def _units(self) -> Iterator[tuple[Spec, Unit] | None]:
         """Yield of which unit each gradient is; None for a plain leaf."""
@@ -93,6 +112,12 @@ class GradientSums:
                 yield from ((x.spec, unit) for unit in x.layout.units if unit.trainable)
             elif learns[0]:
                 yield None
+
+
+def no_gradient(like: Tensor | Stored, size: int | None = None) -> Tensor:
+    """Return zeros that share one element of memory, for frozen parameters and integers."""
+    shape = (size,) if size is not None else cast(Tensor, like).shape
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
 
 
 def flat_gradients(

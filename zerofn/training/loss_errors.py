@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from .._torch_compat import bound_node, current_trace
+from ..sharding.rank_entries import of_ranks
 from ..sharding.sharded import is_sharded
 from ..util.arguments import told
 from ..util.errors import some
@@ -76,6 +77,8 @@ def _difference(params: Any, grads: Any) -> str:
         g, at = theirs[name], f" of {name!r}" if name else ""
         if not (isinstance(g, Tensor) or is_sharded(g)):
             return f"the gradient{at} is {told(g)}"
+        if is_sharded(p) and is_sharded(g) and g.spec.of_ranks and g.layout == of_ranks(p.spec).layout:
+            continue
         if tree.structure(p) != tree.structure(g):
             return f"the gradient{at} is that of parameters with other names, shapes or shards"
         if isinstance(g, Tensor) and g.shape != p.shape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from .. import tree
 from ..geometry.leaf_choices import ask_names, check_effect
 from ..optim.base import GradientTransformation, step
 from ..optim.leaf_runs import leaf_info
+from ..optim.phases import takes_apart, turned
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
 from ..sharded_math.reductions import all_finite
@@ -103,7 +104,10 @@ class TrainState:
         """
         _check_frozen(self.params, self.frozen)
         object.__setattr__(self, "_update", Update(self.extra))
-        return _AtState(self, value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen))
+        vg = value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen)
+        if self.tx.about.phase is not None:
+            vg = replace(vg, apart=takes_apart(self.tx, turned(self.tx, self.opt_state)[0]))
+        return _AtState(self, vg)
 
     def rng_at(self) -> Tensor:
         """Return the random key of this step, an int64 scalar: a function of `rng` and `step`."""
@@ -126,7 +130,7 @@ class TrainState:
         _check_opt_state(self.tx, self.opt_state)
         params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
-        params, opt_state = step(self.tx, grads, self.opt_state, params, None, finite)
+        params, opt_state = step(self.tx, grads, turned(self.tx, self.opt_state)[0], params, None, finite)
         skipped = self.skipped if finite is None else self.skipped + finite.logical_not()
         scale = self.loss_scale
         if finite is not None and scale is not None:

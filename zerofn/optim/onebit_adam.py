@@ -1,0 +1,149 @@
+"""1-bit Adam: Adam whose momentum is sent as signs, once its variance has settled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..geometry.layout import Unit
+from ..sharding.coded_sums import CodedSum, coded_sum
+from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.spec import Spec
+from . import checks
+from .adamw import adamw
+from .base import (
+    About,
+    Fused,
+    GradientTransformation,
+    Mask,
+    ScalarOrSchedule,
+    masks_of,
+    rate_at,
+    scaled,
+    unless_skipped,
+)
+from .fused import LeafConstants, LeafScale
+from .onebit import OneBitState, check_freeze_step, check_gradients, initial, is_coded, phase_at
+from .phases import EXACT
+from .scale_by_adam import AdamState
+from .torch_optimizers import told
+
+
+@told
+def onebit_adam(
+    learning_rate: ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Mask | None = None,
+    lr_scale: LeafScale | None = None,
+    *,
+    freeze_step: int,
+) -> GradientTransformation:
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888, Algorithm 1): `adamw`, and from update `freeze_step` on ranks
+    send one bit an element.
+
+    Up to then it is `optim.adamw`, bit for bit, and gradients are added over ranks as ever. Then v stays as it is, and
+    each rank sends the signs of its part of the momentum, b1 / ranks * m + (1 - b1) * g / ranks, with one scale for
+    2,048 elements: 1/31.75 of float32. What they leave out it adds to what it sends next, and so does the owner of each
+    shard with the sum. Steps are p -= learning_rate * (m' / (sqrt(v') + eps) + weight_decay * p), where m' and v' are
+    bias-corrected, v' by the number of updates it has had. An element without a gradient up to `freeze_step` has no v,
+    and stays as it is.
+
+    Its state takes 4 bytes a parameter for what each rank's signs have left out, on every rank and at every stage,
+    beside m and v. At stages 1 to 3, m and v are cut over ranks, and parameters are gathered as always (see
+    `zerofn.Wire`); every stage has the bits of stage 0. On one rank, and for plain parameters, nothing is sent and
+    nothing is left out.
+
+    Gradients come from `state.value_and_grad`, which leaves them apart on ranks. Before it in a `chain` may stand what
+    multiplies all of them by one number: `clip_by_global_norm` clips by the root of the mean over ranks of their
+    squared norms, since the norm of the mean is not known. `mask`, `lr_scale`: as in `adamw`. Raises `ValueError` for
+    hyperparameters out of range.
+
+    >>> from zerofn import optim
+    >>> optim.onebit_adam(1e-3, freeze_step=1000)
+    onebit_adam(0.001, 0.9, 0.999, 1e-08, 0.0, None, None, 1000)
+    """
+    name = "onebit_adam"
+    check_freeze_step(name, freeze_step)
+    exact = adamw(learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)
+    rule = _Rule(name, learning_rate, b1, b2, eps, LeafConstants(weight_decay, mask, lr_scale), exact)
+    args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, freeze_step)
+    about = About(name, args, exact.about.label, exact.about.learning_rate, phase_at(freeze_step))
+    return GradientTransformation(initial, rule.update, about, masks_of(name, mask), Fused(rule.apply, by_runs=True))
+
+
+class _Rule:
+    """The steps of both kinds. `exact`: `adamw` with the same hyperparameters."""
+
+    def __init__(
+        self, name: str, rate: ScalarOrSchedule, b1: float, b2: float, eps: float, constants: LeafConstants, exact: Any
+    ) -> None:
+        self._name, self._rate, self._b1, self._b2, self._eps = name, rate, b1, b2, eps
+        self._constants, self._exact = constants, exact
+
+    def update(self, grads: Any, state: OneBitState, params: Any = None) -> tuple[Any, OneBitState]:
+        """Return what a step adds to the parameters."""
+        checks.needs_params(self._name, params)
+        fresh, state = self.apply(grads, state, params, None, None)
+        return tree.tree_map(torch.sub, fresh, params), state
+
+    def apply(
+        self, grads: Any, state: OneBitState, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, OneBitState]:
+        """Take a step, with the semantics of `Apply`."""
+        if state.phase == EXACT:
+            assert self._exact.fused is not None
+            before = AdamState(state.count, state.mu, state.nu)
+            params, after = self._exact.fused.apply(grads, before, params, factor, finite)
+            return params, replace(state, count=after.count, nu_count=after.count, mu=after.mu, nu=after.nu)
+        check_gradients(self._name, params, grads)
+        fresh = self._moved(scaled(grads, factor), state)
+        new = self._stepped(params, fresh)
+        return unless_skipped(finite, new, params), unless_skipped(finite, fresh, state)
+
+    def _moved(self, grads: Any, state: OneBitState) -> OneBitState:
+        """Return the state with the next momentum."""
+        trees = (state.mu, grads, state.worker_error, state.server_error)
+        flat = [tree.leaves(x, is_leaf=is_sharded) for x in trees]
+        found = [self._node(*each) for each in zip(*flat, strict=True)]
+        own = [tree.structure(x, is_leaf=is_sharded) for x in (trees[0], *trees[2:])]
+        mu, worker, server = (
+            tree.unflatten(treedef, column)
+            for treedef, column in zip(own, zip(*found, strict=True) if found else ((),) * 3, strict=True)
+        )
+        return replace(state, count=state.count + 1, mu=mu, worker_error=worker, server_error=server)
+
+    def _node(self, mu: Any, grad: Any, worker: Any, server: Any) -> tuple[Any, Any, Any]:
+        if not is_coded(mu):
+            average = lambda m, g: (m + (1 - self._b1) * (g.to(m.dtype) - m)).to(m.dtype)  # noqa: E731
+            return tree.tree_map(average, mu, grad), worker, server
+        columns = zip(mu.shards, grad.shards, worker.shards, server.shards, strict=True)
+        found = [self._unit(mu.spec, *each) for each in zip(mu.layout.units, columns, strict=True)]
+        values, workers, servers = zip(*found, strict=True) if found else ((), (), ())
+        return Sharded(mu.spec, values), Sharded(worker.spec, workers), Sharded(server.spec, servers)
+
+    def _unit(self, spec: Spec, unit: Unit, shards: tuple[Tensor, ...]) -> CodedSum:
+        m, g, worker, server = shards
+        if not unit.size:
+            return CodedSum(m, worker, server)
+        mixed = lambda decayed: decayed + g.float() * (1 - self._b1)  # noqa: E731
+        found = coded_sum(spec, unit, m.float(), worker.float(), server.float(), self._b1, mixed)
+        return CodedSum(*[x.to(old.dtype) for x, old in zip(found, (m, worker, server), strict=True)])
+
+    def _stepped(self, params: Any, state: OneBitState) -> Any:
+        """Return the parameters after a step by the momentum of a state."""
+        rate = rate_at(self._rate, state.count - 1)
+        first, second = (1 - b ** n.double() for b, n in ((self._b1, state.count), (self._b2, state.nu_count)))
+
+        def one(p: Tensor, m: Tensor, v: Tensor, decay: Any, scale: Any) -> Tensor:
+            direction = m / first.to(m.dtype) / ((v / second.to(v.dtype)).sqrt() + self._eps)
+            direction = torch.where(v > 0, direction, 0.0)
+            return (p - rate * scale * (direction + decay * p)).to(p.dtype)
+
+        return tree.tree_map(one, params, state.mu, state.nu, *self._constants.over(params))
