@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import zerofn
+from benchmarks.mesh.training import trained as trained_on
+from tests.equivalence import test_wire_products as products
 from tests.equivalence.test_wire import _gradients, _sum, model, rows, started, trained
+from tests.support import pipe_steps
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
 from zerofn.comm.block_wire import block_wire
 from zerofn.random import fold_in
@@ -101,3 +105,69 @@ def without_a_key():
 @pytest.mark.parametrize("size", [1, 2])
 def test_without_a_key_it_says_so(ranks, size):
     ranks(size, without_a_key)
+
+
+DRAWN = zerofn.Wire(gather="int4", reduce="int8", block=128, smallest=0, rounding="stochastic")
+
+
+def product(kind):
+    options = dict(products.KINDS[kind])
+    options["compiles"] = {"backend": options.pop("backend")} if "backend" in options else {}
+    options["wire"] = DRAWN
+    module = build(4, dropout=0.1)
+    want = products.trained(0, module, **options)
+    for stage in (1, 2, 3):
+        assert_same_trees(products.trained(stage, module, **options), want, f"stage {stage}")
+    for more in ({"remat": "full"}, {"remat": "auto"}):
+        found = products.trained(3, module, **{**options, "compiles": {**options["compiles"], **more}})
+        assert_same_trees(found, want, str(more))
+    assert not products.same(want[1], products.trained(3, module, **{**options, "wire": products.WIRE})[1])
+
+
+@pytest.mark.part(kind=["fp16"])
+@pytest.mark.parametrize("kind", ["fp16", "frozen", "clipped", "compiled"])
+def test_with_what_else_a_step_has_every_stage_has_the_same_bits(ranks, kind):
+    ranks(2, product, kind)
+
+
+def over_replicas():
+    """Sums along `data` are drawn once more along `replicate`. All ranks have the same parameters."""
+    mesh, found = zerofn.Mesh.make(replicate=2, data=2), {}
+    module = build(4)
+    for stage, hpz in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+        state, step = state_of(module, stage, mesh=mesh, hpz=hpz, wire=DRAWN), zerofn.compile(train_step_of(module))
+        for k in range(3):
+            state, _ = step(state, batch_of(10 * k + zerofn.rank()))
+        found[stage, hpz] = zerofn.unshard(state.params)
+        assert_same_trees(found[stage, hpz], found[0, False], f"stage {stage}, hpz {hpz}")
+    return {k: x.double().sum().item() for k, x in found[3, True].items()}
+
+
+def test_replicas_and_hpz(ranks):
+    found = ranks(4, over_replicas)
+    assert all(x == found[0] for x in found)
+
+
+def in_stages():
+    for stage in (0, 3):
+        given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
+        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": DRAWN}, **more)
+        assert_same_trees(found, want, f"stage {stage}")
+
+
+def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
+    ranks(4, in_stages)
+
+
+def on_mesh(name, sizes):
+    run = functools.partial(trained_on, name, sizes)
+    shards = {"precision": "bf16", "wire": DRAWN}
+    want = run(0, shards=shards)[:2]
+    for stage in (1, 3):
+        assert_same_trees(run(stage, shards=shards)[:2], want, f"stage {stage}")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "sizes"), products.MESHES, ids=str)
+def test_along_other_axes_every_stage_has_the_same_bits(ranks, name, sizes):
+    ranks(4, on_mesh, name, sizes)

@@ -154,7 +154,7 @@ class ReduceScatter:
             return (x.view_as(x),)
         to = (self.axis.size, self.axis.group, self.unit, self.codec)
         if x.dim() == 1:
-            drawn = {"key": self.key, "number": self.number} if self.codec and self.key is not None else {}
+            drawn = {"key": self.key, "number": self.number} if self.key is not None else {}
             return (ops.wait(ops.reduce_scatter(x.contiguous(), *to, **drawn, **begins_at(self.codec, self.start))),)
         rows = x.unflatten(self.dim, (self.axis.size, x.shape[self.dim] // self.axis.size)).movedim(self.dim - 1, 0)
         return (ops.wait(ops.reduce_scatter(rows.reshape(-1), *to)).view(rows.shape[1:]),)

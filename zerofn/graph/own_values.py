@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -90,6 +90,11 @@ def _differing(mesh: Mesh) -> frozenset[str]:
     return several or frozenset(mesh.batch_names)
 
 
+def _drawn_by(node: Node) -> Any:
+    """Return the key by which a transfer draws codes: in its sums they differ from rank to rank as their values do."""
+    return argument(node, "key") if traits(node).collective == "scatter" else None
+
+
 class _Follower:
     """Follows origins through the graphs of a step. `found`: gets what it finds. `apart`: see `own_values`."""
 
@@ -110,7 +115,7 @@ class _Follower:
             return found
 
         for node in graph.nodes:
-            read = {x: mine for x in node.all_input_nodes if (mine := of(x))}
+            read = {x: mine for x in node.all_input_nodes if x is not _drawn_by(node) and (mine := of(x))}
             if read:
                 self._found.read[node] = read
             if call := call_of(node):
