@@ -49,14 +49,13 @@ def train_step(work: Workload, num_microbatches: int = 1) -> tuple[Callable, Cal
 class Compiled:
     """A sharded state and its compiled step: `compiled(tokens)` trains once, returns the loss."""
 
-    def __init__(self, work: Workload, stage: int, num_microbatches: int = 1, wire: Any = None, **how: Any) -> None:
-        """`wire`: as `zerofn.shard` takes it. `how`: what else `zerofn.compile` is told."""
+    def __init__(self, work: Workload, stage: int, num_microbatches: int = 1, **how: Any) -> None:
+        """`how`: what else `zerofn.compile` is told."""
         import zerofn
 
         init_state, step = train_step(work, num_microbatches)
         torch.manual_seed(SEED)
-        self.state = zerofn.shard(init_state, stage=stage, wire=wire)
-        self.compiled = zerofn.compile(step, **how)
+        self.state, self.compiled = zerofn.shard(init_state, stage=stage), zerofn.compile(step, **how)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         self.state, metrics = self.compiled(self.state, tokens)

@@ -12,7 +12,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -21,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.common.processes import HERE
-from benchmarks.wire.rows import FIRST_COMPRESSED, PLAIN, RANK_OF_MATRICES, ZEROFN, in_ddp, in_power_sgd, wire_of
+from benchmarks.wire.rows import FIRST_COMPRESSED, PLAIN, RANK_OF_MATRICES, ZEROFN, in_ddp, in_power_sgd
 from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, joined, turn
 
 POWER_SGD = f"DDP, PowerSGD {RANK_OF_MATRICES}"
@@ -51,12 +50,11 @@ class Ours:
         import zerofn
 
         self._init, train_step, evaluate, _ = gpt.make_steps(args)
-        self._stage, wire = ZEROFN[row]
-        self._shard = partial(zerofn.shard, stage=self._stage, wire=wire_of(wire))
-        self._step, self._evaluate, self._transport = zerofn.compile(train_step), zerofn.compile(evaluate), Transport()
+        self._begun, step = ZEROFN[row].applied(train_step)
+        self._step, self._evaluate, self._transport = zerofn.compile(step), zerofn.compile(evaluate), Transport()
 
     def begin(self, first: int) -> None:
-        self._state = self._shard(self._init)
+        self._state = self._begun(self._init)
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self._state, metrics = self._step(self._state, batch)

@@ -7,14 +7,16 @@ to `PEERS` or `ZEROFN`: all else follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.common.peers import Row, adamw, ddp, deepspeed, fsdp2, state_of, train_once
-from benchmarks.common.workload import Workload
-from benchmarks.common.zerofn_rows import Compiled
+from benchmarks.common.workload import SEED, Workload
+from benchmarks.common.zerofn_rows import train_step
 
 Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
@@ -72,26 +74,57 @@ PEERS: dict[str, Builder] = {
     "FSDP2": fsdp2(True),
     "DeepSpeed ZeRO++": deepspeed(3, zero_quantized_weights=True, zero_quantized_gradients=True),
 }
-INT4: dict[str, Any] = {"gather": "int4", "reduce": "int8"}
-# name -> (stage, what `shard` is told): a word, or the arguments of a `zerofn.Wire`
-ZEROFN: dict[str, tuple[int, str | dict[str, Any] | None]] = {
-    "ZeroFn 3": (3, None),
-    "ZeroFn 3, bf16": (3, "bf16"),
-    "ZeroFn 3, fp8": (3, "fp8"),
-    "ZeroFn 3, int8": (3, "int8"),
-    "ZeroFn 3, int4 / int8": (3, INT4),
-    "ZeroFn 1, int8": (1, "int8"),
+
+
+@dataclass(frozen=True)
+class Way:
+    """How ZeroFn's ranks send. `wire`: what `shard` is told, a word or the arguments of a `zerofn.Wire`. `every`: after
+    how many steps ranks that train apart meet, by `zerofn.diloco`; 0 where they train together.
+    """
+
+    stage: int = 3
+    wire: str | dict[str, Any] | None = None
+    every: int = 0
+
+    def applied(self, train_step: Any) -> tuple[Callable[[Any], Any], Any]:
+        """A step -> what makes its state, of the function that `zerofn.shard` takes, and the step to compile."""
+        import zerofn
+
+        wire = zerofn.Wire(**self.wire) if isinstance(self.wire, dict) else self.wire
+        if not self.every:
+            return partial(zerofn.shard, stage=self.stage, wire=wire), train_step
+        shard = partial(zerofn.shard, stage=self.stage, mesh=zerofn.Mesh.make(replicate=dist.get_world_size()))
+        step = zerofn.diloco(train_step, every=self.every, wire=wire)
+        return lambda init: step.init(shard(init)), step
+
+    def planned(self, plan: Any) -> float:
+        """The bytes that a rank sends in a step, on average where ranks meet seldom."""
+        return sum(plan.sent_along.values()) / self.every if self.every else plan.sent
+
+
+ZEROFN = {
+    "ZeroFn 3": Way(),
+    "ZeroFn 3, bf16": Way(wire="bf16"),
+    "ZeroFn 3, fp8": Way(wire="fp8"),
+    "ZeroFn 3, int8": Way(wire="int8"),
+    "ZeroFn 3, int4 / int8": Way(wire={"gather": "int4", "reduce": "int8"}),
+    "ZeroFn 1, int8": Way(stage=1, wire="int8"),
+    "ZeroFn, DiLoCo 10": Way(every=10),
+    "ZeroFn, DiLoCo 50": Way(every=50),
 }
 
 
-def wire_of(given: str | dict[str, Any] | None) -> Any:
-    """What `shard(wire=)` takes."""
-    import zerofn
+class Coded:
+    """A row of ZeroFn's: `coded(tokens)` trains once, and returns the loss."""
 
-    return zerofn.Wire(**given) if isinstance(given, dict) else given
+    def __init__(self, name: str, work: Workload) -> None:
+        import zerofn
 
+        init_state, step = train_step(work)
+        begin, step = ZEROFN[name].applied(step)
+        torch.manual_seed(SEED)
+        self.state, self.compiled = begin(init_state), zerofn.compile(step)
 
-def coded(name: str, work: Workload) -> Compiled:
-    """A row of ZeroFn's."""
-    stage, wire = ZEROFN[name]
-    return Compiled(work, stage, wire=wire_of(wire))
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.state, metrics = self.compiled(self.state, tokens)
+        return metrics["loss"]

@@ -23,7 +23,7 @@ from benchmarks.common.measure import sent_bytes
 from benchmarks.common.workload import WORKLOADS, batches
 from benchmarks.step.worker import join
 from benchmarks.wire.links import INTERFACE, LOOPBACK
-from benchmarks.wire.rows import PEERS, ZEROFN, coded
+from benchmarks.wire.rows import PEERS, ZEROFN, Coded
 
 WARMUP_STEPS = 4  # PowerSGD compresses from the third one on
 NUM_BATCHES = 8  # that pass again and again: a step takes as long with any
@@ -74,8 +74,9 @@ class Trained:
         if row in PEERS:
             self.train = PEERS[row](work, options.rank, options.world).step
         else:
-            self.train = mine = coded(row, work)
-            self.planned, self.transport = mine.compiled.lower(mine.state, tokens[0]).sent, Transport()
+            self.train = mine = Coded(row, work)
+            self.planned = ZEROFN[row].planned(mine.compiled.lower(mine.state, tokens[0]))
+            self.transport = Transport()
 
     def begin(self) -> Answer:
         """The losses of the first steps, and the bytes of a step that a plan foresees."""
