@@ -75,6 +75,7 @@ print(compiled(torch.ones(2))[0].item())  # the backend's: afterwards torch.comp
 """
 
 
+@pytest.mark.whole
 def test_the_first_that_is_compiled_in_a_process():
     out = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
     assert out.stdout.split() == ["10.0"]

@@ -75,6 +75,7 @@ def test_a_dead_one_is_not(tmp_path, other):
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
+@pytest.mark.whole
 def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, other, monkeypatch):
     monkeypatch.setattr(owner, "SILENCE", 2.5)
     process = other(tmp_path / "a", seconds=1.0)

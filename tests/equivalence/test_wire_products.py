@@ -103,6 +103,7 @@ def in_stages():
         assert not same(want[1], pipe_steps.trained("1f1b", 3, stage, given=given, **more)[1])
 
 
+@pytest.mark.whole
 def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
     ranks(4, in_stages)
 

@@ -52,6 +52,7 @@ def check(printed, by_transformers):
     assert "learning rates body" in printed
 
 
+@pytest.mark.whole
 def test_it_starts_from_the_pretrained_weights_and_learns(by_transformers, tmp_path):
     check(run_here("finetune.py", *SMALL, folder=tmp_path), by_transformers)
 

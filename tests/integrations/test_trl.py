@@ -130,8 +130,8 @@ DPO = {
 }
 
 
-@pytest.mark.part(name=["adapters"])
 @pytest.mark.parametrize("name", DPO)
+@pytest.mark.whole
 def test_preferences(tmp_path, name):
     given = {"kind": "pairs", **DPO[name]}
     expected = run(trl.DPOTrainer, trl.DPOConfig, tmp_path, **given)

@@ -75,8 +75,8 @@ def run(how, size=2, which=0, saves="", **more):
             job.communicate()
 
 
-@pytest.mark.part(how=["training"])
 @pytest.mark.parametrize("how", ["training", "agreeing"])
+@pytest.mark.whole
 def test_what_rank_0_said_is_heard_though_the_store_ends_with_it(how):
     first, second = run(how)
     assert "ValueError: shard 17 of the data is unreadable" in first

@@ -113,6 +113,7 @@ def test_numbers_of_ranks_that_cannot_be(wrong):
         zerofn.run(print, ranks=wrong)
 
 
+@pytest.mark.whole
 def test_what_cannot_travel_is_a_sentence():
     state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(3)}, tx=optim.sgd(0.1)))
     with pytest.raises(TypeError, match=r"with its arguments, holds a Sharded.*zerofn.unshard\(state\)"):

@@ -53,6 +53,7 @@ def test_on_two_machines(ssh, script, tmp_path):  # noqa: F811
     assert sum(x.startswith("127.0.0.2: rank") for x in done.stdout.splitlines()) == 1
 
 
+@pytest.mark.whole
 def test_a_script_that_fails(script):
     script.write_text("raise SystemExit(5)")
     assert run("train.py").returncode == 1

@@ -168,5 +168,6 @@ def made_by_each(folder):
         return the(regions.Compiled).made
 
 
+@pytest.mark.whole
 def test_ranks_of_a_host_compile_a_region_once(ranks, tmp_path):
     assert sum(ranks(4, made_by_each, str(tmp_path))) == 1

@@ -216,8 +216,8 @@ def calls_of(run):
     return count
 
 
-@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.whole
 def test_the_work_of_a_capture_grows_as_the_leaves_do(stage):
     def capture_of(num_leaves):
         tx = zerofn.optim.chain(zerofn.optim.clip_by_global_norm(1.0), zerofn.optim.adamw(1e-3))

@@ -89,6 +89,7 @@ def refused():
         Trained("1f1b", 3, memory=1_000_000)
 
 
+@pytest.mark.whole
 def test_units_that_stay_are_gathered_once(ranks):
     for units, gathered in ranks(4, kept):
         assert len(units) > 4 and gathered == units  # a stage of more units than `reshard` leaves in memory

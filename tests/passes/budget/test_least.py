@@ -70,8 +70,8 @@ def test_what_is_named_works_and_a_page_less_does_not(num_models):
     it_does()
 
 
-@pytest.mark.part(world=[2], stage=[3])
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.whole
 def test_one_unit_takes_as_little_as_many(world, stage):
     """4.7 MB at one rank; before a unit was cut at its leaves, errors named 10.0 MB."""
     with fake_ranks(world):

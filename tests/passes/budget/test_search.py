@@ -58,8 +58,8 @@ def at_budgets(stage, num_microbatches, precision, parts=2):
     return low / most
 
 
-@pytest.mark.part(num_microbatches=[1])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.whole
 def test_one_rank(num_microbatches):
     assert at_budgets(3, num_microbatches, None, 3) < 0.9
 
