@@ -49,8 +49,10 @@ def test_an_unknown_form_is_answered_with_those_there_are(make):
         ({"gather": "int3"}, r"zerofn.Wire: gather='int3' is not known: forms are bf16, fp8, int8, int4 and None"),
         (
             {"reduce": "int4"},
-            "zerofn.Wire: reduce='int4' is not known: sums need more than 4 bits; write reduce='int8'",
+            "reduce='int4' is not known: sums need more than 4 bits, or feedback=True; write reduce='int8'",
         ),
+        ({"gather": "int8", "feedback": True}, "and reduce=None sends them as they are; write reduce='int8', or leave"),
+        ({"reduce": "int8", "rounding": "stochastic", "feedback": True}, "the nearest codes leave out, which is least"),
         ({"block": 100}, "zerofn.Wire: block=100 does not divide every shard into blocks; it can be 128, 256"),
         ({"smallest": -1}, "zerofn.Wire: smallest=-1 elements cannot be negative; write smallest=0"),
         ({"rounding": "random"}, "zerofn.Wire: rounding='random' is not known; write rounding='nearest'"),
@@ -87,6 +89,15 @@ def test_axes_of_one_transfer_have_one_form():
     assert along(Partition.zero(mesh, 3, wire=both).precision.wire, mesh.shards) == BOTH
     assert along(given(both), Axis(f"data{BETWEEN}context", 4)) == along(given("int8"), Axis("data", 2)) == BOTH
     assert along(given({"replicate": "int8"}), Axis("data", 2)) is None
+
+
+def test_what_is_left_out_has_a_place_in_a_state_along_axes_of_shards():
+    wire = Wire(reduce="int4", feedback=True)
+    with pytest.raises(ValueError, match="keeps what codes leave out of gradients in the state, and a zerofn.TrainSta"):
+        zerofn.shard(STATE, wire=wire)
+    for other in ("replicate", "expert"):
+        with pytest.raises(NotImplementedError, match=f"along 'data' and 'context', and the mesh has {other}=2, too"):
+            Partition.zero(Mesh.planned({"data": 2, other: 2}), 3, wire=wire)
 
 
 def test_gathers_have_one_form():

@@ -389,6 +389,7 @@ def step_of(**options):
             {"every": 4, "wire": zerofn.Wire(reduce="int8", rounding="stochastic")},
             "rounding='stochastic' needs the key of a step, and between steps",
         ),
+        ({"every": 4, "wire": zerofn.Wire(reduce="int8", feedback=True)}, "feedback=True is about gradients, and repl"),
     ],
     ids=str,
 )

@@ -78,6 +78,7 @@ class Partition:
             shard_over, copy_over = (*shard_over, "replicas"), ("replicas",)
         dtypes = resolve(precision, wire)
         check_axes(given_wire(dtypes.wire), mesh)
+        _check_feedback(mesh, dtypes)
         found = Partition(
             mesh=mesh,
             shard_over=shard_over,
@@ -188,6 +189,16 @@ def _check_hpz(mesh: Mesh, stage: int, hpz: Any) -> bool:
             f"zerofn.Mesh.make(data={mesh.replicas.size}); write that, or give 'data' the ranks of a node."
         )
     return True
+
+
+def _check_feedback(mesh: Mesh, precision: Precision) -> None:
+    """Raise `NotImplementedError` where what codes leave out is not kept yet."""
+    for axis in mesh.axes:
+        if axis.size > 1 and (axis.kind.experts or axis.kind.replicas) and precision.feeds_back:
+            raise NotImplementedError(
+                f"shard: feedback=True keeps what codes leave out along 'data' and 'context', and the mesh has "
+                f"{axis.name}={axis.size}, too; leave feedback out, or that axis."
+            )
 
 
 def _given(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cut, ...]]:

@@ -96,6 +96,11 @@ class Precision:
         """Whether they are along any."""
         return any(x.rounding == STOCHASTIC for x in self._wires())
 
+    @property
+    def feeds_back(self) -> bool:
+        """Whether what codes leave out of gradients is kept and sent later."""
+        return any(x.feedback for x in self._wires())
+
     def splits(self, stored: torch.dtype) -> bool:
         """Return whether a parameter stored as `stored` is a split master."""
         return stored is torch.float32 and self.computes(stored) is torch.bfloat16

@@ -24,7 +24,7 @@ from .float8 import Fp8
 from .partition import Partition
 from .precision import Precision
 from .storage import StorageSpec
-from .wire import block_in, codec_of
+from .wire import CODED, block_in, codec_of
 
 _signatures: dict[Any, int] = {}
 
@@ -145,6 +145,15 @@ class Spec:
     def reduces_as(self, unit: Unit, dtype: torch.dtype, axis: Axis) -> str:
         """Return the codec by which a unit's gradient in a dtype is reduced along an axis; "" for none."""
         return self._codec(unit, dtype, axis, "reduce")
+
+    def feeds_back(self, unit: Unit, dtype: torch.dtype, axis: Axis) -> bool:
+        """Return whether what codes leave out of a unit's gradient along an axis is sent later. All ranks agree, also
+        one none of whose slices is coded.
+        """
+        wire = self.precision.wire_along(axis)
+        if wire is None or not wire.feedback or axis.size == 1 or dtype not in CODED:
+            return False
+        return bool(self.reduces_as(unit, torch.float32, axis) or self.mesh.slices)
 
     def _codec(self, unit: Unit, dtype: torch.dtype, axis: Axis, what: str) -> str:
         wire = self.precision.wire_along(axis)

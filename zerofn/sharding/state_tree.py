@@ -89,6 +89,11 @@ def adapted(state: Any, precision: Precision) -> Any:
         )
     if any(map(is_sharded, tree.leaves(state, is_leaf=is_sharded))):
         raise TypeError("shard: the state is already sharded; write shard(unshard(state), ...) to lay it out anew.")
+    if precision.feeds_back and not any(hasattr(x, "feedback") for x in nodes):
+        raise ValueError(
+            "shard: feedback=True keeps what codes leave out of gradients in the state, and a zerofn.TrainState has a "
+            "field for it; write shard(zerofn.TrainState.create(params=params, tx=tx), wire=...)."
+        )
     nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
     paths, leaves, treedef = tree.flatten_with_path(tree.unflatten(treedef, nodes))
     return tree.unflatten(treedef, [_tensor(tree.name_of(p), x) for p, x in zip(paths, leaves, strict=True)])

@@ -98,15 +98,27 @@ def own_sum(spec: Spec, unit: Unit, flat: Tensor, drawn: Drawn | None = None) ->
     """
     axis, replicas = spec.within(unit), spec.mesh.replicas
     if axis.size > 1:
-        shard = _by_row(_reduction(spec, unit, flat, axis, drawn), flat)
+        shard = _by_row(_reduction(spec, unit, flat, axis, drawn=drawn), flat)
     else:
         shard = ops.as_shard(flat, axis.name)
     if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        shard = _by_row(_reduction(spec, unit, shard, replicas, drawn), shard)
+        shard = _by_row(_reduction(spec, unit, shard, replicas, drawn=drawn), shard)
     return shard
 
 
-def _reduction(spec: Spec, unit: Unit, x: Tensor, axis: Axis, drawn: Drawn | None) -> ReduceScatter:
+def fed_back(spec: Spec, unit: Unit, flat: Tensor, error: Tensor, *, by: Tensor | None) -> tuple[Tensor, Tensor]:
+    """flat, error [size] on each rank -> (what `own_sum` returns of flat + error * by, what codes leave out of that,
+    over `by`). `by`: what the sum is divided by later, None for 1. Where codes are not fed back the error stays.
+    """
+    axis = spec.within(unit)
+    if not spec.feeds_back(unit, flat.dtype, axis):
+        return own_sum(spec, unit, flat), error
+    sent = flat.to(error.dtype) + (error if by is None else error * by)
+    left = sent - ops.rounded(sent, spec.reduces_as(unit, sent.dtype, axis))
+    return own_sum(spec, unit, sent).to(flat.dtype), left if by is None else left / by
+
+
+def _reduction(spec: Spec, unit: Unit, x: Tensor, axis: Axis, *, drawn: Drawn | None) -> ReduceScatter:
     codec, start = spec.reduces_as(unit, x.dtype, axis), spec.start_of(unit, axis)
     if drawn is None or not spec.precision.draws_along(axis):
         return ReduceScatter(axis, unit.name, codec=codec, start=start)

@@ -26,7 +26,8 @@ NEAREST, STOCHASTIC = ROUNDINGS = ("nearest", "stochastic")
 class Wire:
     """In which form ranks send units: parameters where they are gathered, gradients where they are reduced.
 
-    `gather`: "bf16", "fp8", "int8", "int4" or None, which sends them as they are. `reduce`: the same without "int4".
+    `gather`: "bf16", "fp8", "int8", "int4" or None, which sends them as they are. `reduce`: the same, "int4" with
+    `feedback` alone.
 
     "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
     each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
@@ -39,11 +40,16 @@ class Wire:
     it as `rng`. Parameters, and what `scatter` and derivatives through `gather` send, which have no key, are rounded to
     nearest.
 
+    `feedback`: what codes leave out of a gradient is added to the next one (Karimireddy et al., arXiv:1901.09847). A
+    `zerofn.TrainState` keeps it, 4 bytes a parameter on each rank at every stage, and gradients are added over ranks
+    once a step.
+
     Leaves of fewer than `smallest` elements, such as norms and biases, travel as they are, and so do units of integers
     or of float64.
 
-    Raises `ValueError` for an unknown form or rounding, a block of another size, and stochastic rounding without a
-    reduction in blocks; `TypeError` for what is no such argument.
+    Raises `ValueError` for an unknown form or rounding, a block of another size, stochastic rounding without a
+    reduction in blocks, and feedback without a reduction or with stochastic rounding; `TypeError` for what is no such
+    argument.
 
     >>> Wire(gather="int8", reduce="fp8")
     zerofn.Wire(gather='int8', reduce='fp8')
@@ -54,13 +60,19 @@ class Wire:
     block: int = 256
     smallest: int = 16_384
     rounding: str = NEAREST
+    feedback: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for what, form, known in (("gather", self.gather, GATHERS), ("reduce", self.reduce, REDUCES)):
+        reduces = GATHERS if self.feedback else REDUCES
+        for what, form, known in (("gather", self.gather, GATHERS), ("reduce", self.reduce, reduces)):
             if form is not None and form not in known:
                 near = "'int8'" if form == "int4" else repr(nearest(form, known, 1, 0.0)[0])
-                why = "sums need more than 4 bits" if form == "int4" else f"forms are {', '.join(known)} and None"
+                why = (
+                    "sums need more than 4 bits, or feedback=True"
+                    if form == "int4"
+                    else f"forms are {', '.join(known)} and None"
+                )
                 raise ValueError(f"zerofn.Wire: {what}={form!r} is not known: {why}; write {what}={near}.")
         if self.block not in BLOCKS:
             raise ValueError(
@@ -77,6 +89,16 @@ class Wire:
                 f"zerofn.Wire: rounding={self.rounding!r} is not known; write rounding="
                 f"{nearest(self.rounding, ROUNDINGS, 1, 0.0)[0]!r}."
             )
+        if self.feedback and self.reduce is None:
+            raise ValueError(
+                "zerofn.Wire: feedback=True adds what codes leave out of gradients to the next ones, and reduce=None "
+                "sends them as they are; write reduce='int8', or leave feedback out."
+            )
+        if self.feedback and self.rounding == STOCHASTIC:
+            raise ValueError(
+                "zerofn.Wire: feedback=True keeps what the nearest codes leave out, which is least; write "
+                "rounding='nearest', or leave feedback out."
+            )
         if self.rounding == STOCHASTIC and self.reduce not in REDUCES[1:]:
             why = "bfloat16 is rounded to nearest" if self.reduce else "parameters are gathered as the nearest codes"
             raise ValueError(
@@ -89,7 +111,7 @@ class Wire:
         return f"zerofn.Wire({', '.join(shown)})"
 
     def __str__(self) -> str:
-        drawn = " with stochastic rounding" if self.rounding == STOCHASTIC else ""
+        drawn = " with stochastic rounding" if self.rounding == STOCHASTIC else " with feedback" * self.feedback
         if self.gather == self.reduce and not drawn:
             return str(self.gather)
         return f"{self.gather or 'none'} to gather, {self.reduce or 'none'} to reduce{drawn}"

@@ -114,6 +114,11 @@ def diloco(
     outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     share = float(mix) if mix is not None else 0.5 if tau else 0.0
     form = wire_of(wire)
+    if form is not None and form.feedback:
+        raise ValueError(
+            "diloco: feedback=True is about gradients, and replicas send differences of parameters; leave feedback out "
+            "of its wire."
+        )
     if form is not None and form.rounding == STOCHASTIC:
         raise ValueError(
             "diloco: rounding='stochastic' needs the key of a step, and between steps, where differences are sent, "

@@ -24,6 +24,7 @@ SAME = _Same()
 @dataclass(frozen=True)
 class Update:
     """What a step knows of `extra`. `before`: at its start. `finite`: None before the update, and without a check.
+    `left`: of each gradient that was taken of the state, what codes have left out of it; see `feedback`.
 
     A state carries it beside its fields, for `replace(extra=)`, and loses it where it is flattened, as every compiled
     step does at its start and end.
@@ -31,6 +32,7 @@ class Update:
 
     before: Any
     finite: Tensor | None = None
+    left: tuple[Any, ...] = ()
 
     def select(self, new: Any) -> Any:
         """Return a new `extra`, with the old floating-point leaves if the update is skipped.

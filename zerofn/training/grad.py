@@ -74,7 +74,7 @@ def value_and_grad(
 @dataclass(frozen=True)
 class ValueAndGrad:
     """The result of `value_and_grad`. `accumulate` sets `num_microbatches` and `reduces`. `apart`: gradients are not
-    added over ranks, see `optim.phases`.
+    added over ranks, see `optim.phases`. `errors`: what codes have left out so far, of `Feedback`.
     """
 
     loss_fn: Callable[..., Any]
@@ -85,6 +85,7 @@ class ValueAndGrad:
     num_microbatches: int = 1
     reduces: str | None = None
     apart: bool = False
+    errors: Any = None
 
     def with_microbatches(self, n: int, reduce: str | None) -> ValueAndGrad:
         """Return the same function with `n` times as many microbatches; see `accumulate`."""
@@ -92,6 +93,10 @@ class ValueAndGrad:
 
     def __call__(self, params: Any, *args: Any) -> tuple[Any, Any]:
         """Return (loss, grads), or ((loss, aux), grads) with `has_aux`."""
+        return self.with_errors(params, *args)[:2]
+
+    def with_errors(self, params: Any, *args: Any) -> tuple[Any, Any, Any]:
+        """Return the same, and what codes have left out of these gradients; None without feedback."""
         paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
         if self.frozen is not None and not any(map(is_sharded, nodes)):
             names = [tree.name_of(p) for p in paths]
@@ -99,17 +104,17 @@ class ValueAndGrad:
         learns = [_trainable(tree.name_of(p), x, self.frozen) for p, x in zip(paths, nodes, strict=True)]
         mesh = mesh_among(nodes)
         work = _Work(self, paths, nodes, learns, treedef, mesh)
-        work.sums.check_key(self.rng)
+        work.sums.check(self.rng)
         with axes_of(mesh):
             if not work.loops:
                 only, partial = work.microbatch(nodes, args, 0)
                 loss, aux = only.detached, only.aux
-                sums = work.sums.stored(work.sums.own(partial, work.key_of_codes(0)))
+                sums, left = work.summed(partial, loss[1], 0)
             else:
-                loss, aux, sums = work.loop(args)
+                loss, aux, sums, left = work.loop(args)
         value, grads = work.finish(loss, sums)
         grads = self.scale.unscale(grads)
-        return ((value, aux) if self.has_aux else value), grads
+        return ((value, aux) if self.has_aux else value), grads, left
 
 
 def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
@@ -170,7 +175,8 @@ class _Work:
     @property
     def sums(self) -> GradientSums:
         """How gradients are added over ranks."""
-        return GradientSums(self.nodes, self.learns, self.axis, self.vg.apart and self.num_ranks > 1)
+        apart = self.vg.apart and self.num_ranks > 1
+        return GradientSums(self.nodes, self.learns, self.axis, apart, None if apart else self.vg.errors)
 
     @property
     def num_ranks(self) -> int:
@@ -262,8 +268,23 @@ class _Work:
         seed = torch.full_like(loss.mean.detach(), 1.0 / parts)
         return self.vg.scale.scale(seed if share is None else seed * share)
 
-    def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
-        """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients).
+    def summed(self, flats: Sequence[Tensor], weight: Tensor | None, first: int) -> tuple[list[Tensor], Any]:
+        """Return what this rank stores of the sums over ranks of whole gradients, and what codes have left out of them.
+        `weight`: of all this rank's microbatches. `first`: the number of the key for the first part of `flats`.
+        """
+        if self.sums.errors is None:
+            parts = self.sums.added(flats, lambda part: self.key_of_codes(first + part))
+            return self.sums.stored(parts), None
+        one = torch.ones((), device=flats[0].device) if flats else torch.ones(())
+        by = self.vg.scale.scale(one)
+        if weight is not None:
+            by = by * (weight if self.axis is None else sum_over(weight, self.axis)).to(by.dtype)
+        parts, left = self.sums.fed_back(flats, None if by is one else by)
+        return self.sums.stored(parts), left
+
+    def loop(self, args: Sequence[Any]) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor], Any]:
+        """Run all microbatches; return ((sum of losses, sum of weights), stacked aux, sums of gradients, what codes
+        have left out of these).
 
         Without weights, the first is the mean of the losses, and the second None.
         """
@@ -291,15 +312,16 @@ class _Work:
 
         sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)], rounds)
         head = 2 if weighted else 1
+        left = None
         if late:  # with keys that no microbatch has
-            grads = self.sums.stored(self.sums.added(sums[head:], lambda part: self.key_of_codes(n + part)))
+            grads, left = self.summed(sums[head:], sums[1] if weighted else None, n)
         else:
             grads = self.sums.stored(sums[head:])
         total = sums[0] if weighted else sums[0] / n
         if self.vg.num_microbatches == 1:
             rows = [x.squeeze(0) if isinstance(x, Tensor) else x[0] for x in like.flatten_up_to(stacked)]
             stacked = tree.unflatten(like, rows)
-        return (total, sums[1] if weighted else None), stacked, grads
+        return (total, sums[1] if weighted else None), stacked, grads, left
 
     def finish(self, loss: tuple[Tensor, Tensor | None], sums: list[Tensor]) -> tuple[Tensor, Any]:
         """Return the mean of the loss over the global batch, and gradients in the structure of the parameters."""

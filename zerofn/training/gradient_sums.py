@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .. import tree
 from ..collectives.over_ranks import sum_over
 from ..comm.mesh import Axis
 from ..geometry.layout import Unit
@@ -19,7 +20,7 @@ from ..sharding.rank_entries import of_ranks
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.spec import Spec
 from ..sharding.storage import Stored
-from ..sharding.transfers import Drawn, own_sum, stored_sum
+from ..sharding.transfers import Drawn, fed_back, own_sum, stored_sum
 
 STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradients are added over ranks
 
@@ -28,13 +29,15 @@ STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradien
 class GradientSums:
     """Sums over ranks of the gradients of `nodes`, which are `Sharded` or plain. `learns`: for each node, whether each
     of its leaves gets a gradient. `axis`: the ranks with different parts of the batch; None if there are no others.
-    `apart`: gradients of units are not added over ranks; whoever takes them does that.
+    `apart`: gradients of units are not added over ranks; whoever takes them does that. `errors`: what codes have left
+    out before, which is added to what is sent; None without feedback.
     """
 
     nodes: Sequence[Any]
     learns: Sequence[Sequence[bool]]
     axis: Axis | None
     apart: bool = False
+    errors: Any = None
 
     @property
     def count(self) -> int:
@@ -45,12 +48,17 @@ class GradientSums:
         """Return whether gradients of several of `n` microbatches accumulate before they are added over ranks, and of
         how many if not of all. `how`: one of `WHEN`, or None for the default; `stages`: ranks along `pipe`.
         """
-        late = self.apart or all(x.spec.partition.late for x in self.nodes if is_sharded(x))
+        late = self.apart or self.errors is not None or all(x.spec.partition.late for x in self.nodes if is_sharded(x))
         how = how or (STEP if late else MICROBATCH)
         if self.apart and how != STEP:
             raise ValueError(
                 f"accumulate: reduce={how!r} adds gradients over ranks in the course of a step, and this optimizer "
                 "adds them itself, once a step; write reduce='step', or leave it out."
+            )
+        if self.errors is not None and how != STEP:
+            raise ValueError(
+                f"accumulate: reduce={how!r} sends gradients several times in a step, and feedback=True adds once "
+                "what codes have left out; write reduce='step', or leave it out."
             )
         if how != ROUND or stages == 1:
             return how == STEP, NO_PARTS
@@ -61,8 +69,14 @@ class GradientSums:
         """Whether ranks draw the codes of gradients that they send."""
         return not self.apart and any(is_sharded(x) and x.spec.precision.draws for x in self.nodes)
 
-    def check_key(self, rng: Tensor | None) -> None:
-        """Raise `ValueError` if there is no key to draw with."""
+    def check(self, rng: Tensor | None) -> None:
+        """Raise `ValueError` if there is no key to draw with, or nothing that was left out before."""
+        feeds_back = any(is_sharded(x) and x.spec.precision.feeds_back for x in self.nodes)
+        if feeds_back and not self.apart and self.errors is None:
+            raise ValueError(
+                "value_and_grad: the parameters were laid out with feedback=True, and what codes have left out is in "
+                "their state; write state.value_and_grad(loss_fn), and state.apply_gradients(grads)."
+            )
         if self.draw and rng is None:
             raise ValueError(
                 "value_and_grad: the parameters were laid out with rounding='stochastic' for the gradients that ranks "
@@ -92,6 +106,24 @@ class GradientSums:
         ends = range(0, len(flats), self.count or 1)
         each = [self.own(flats[k : k + self.count], key_of(part)) for part, k in enumerate(ends)]
         return [functools.reduce(torch.add, parts) for parts in zip(*each, strict=True)]
+
+    def fed_back(self, flats: Sequence[Tensor], by: Tensor | None) -> tuple[list[Tensor], Any]:
+        """Return what `own` does, of gradients with what was left out of the last ones; and a tree of what is left out
+        of these. `by`: what sums are divided by later, None for 1.
+        """
+        nodes, treedef = tree.flatten(self.errors, is_leaf=is_sharded)
+        before = iter([shard for x in nodes if is_sharded(x) for shard in x.shards])
+        out, left = [], []
+        for unit, x in zip(self._units(), flats, strict=True):
+            if unit:
+                part, error = fed_back(*unit, x, next(before), by=by)
+                out.append(part)
+                left.append(error)
+            else:
+                out.append(x if self.axis is None else sum_over(x, self.axis))
+        fresh = iter(left)
+        made = [Sharded(x.spec, [next(fresh) for _ in x.layout.units]) if is_sharded(x) else x for x in nodes]
+        return out, tree.unflatten(treedef, made)
 
     def stored(self, parts: Iterable[Tensor]) -> list[Tensor]:
         """Return what this rank stores of each gradient, of what each rank has added."""

@@ -12,20 +12,22 @@ from torch import Tensor
 
 from .. import tree
 from ..geometry.leaf_choices import ask_names, check_effect
-from ..optim.base import GradientTransformation, step
+from ..optim.base import GradientTransformation, step, unless_skipped
 from ..optim.leaf_runs import leaf_info
 from ..optim.phases import takes_apart, turned
 from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
 from ..sharded_math.reductions import all_finite
 from ..sharding.precision import Precision
-from ..sharding.sharded import Sharded, is_sharded, trainable, with_trainable
+from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..util.arguments import checked, told
 from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
 from .extra import SAME, Update, warn_of_replace
+from .feedback import Feedback, check_one, zeros
 from .grad import ValueAndGrad, value_and_grad
+from .learned import learning, whole, with_unlearned
 from .loss_errors import check_gradients
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
 
@@ -42,7 +44,8 @@ class TrainState:
     `step`: calls so far, int64 scalar. `skipped`: how many of them were skipped because of gradients that are not
     finite, int64 scalar. `params`: `Sharded` or a plain tree. `opt_state`: the state of `tx`. `loss_scale`: None or
     a loss scale. `rng`: the key of all random draws, int64 scalar. `extra`: any other state (buffers, a moving
-    average, the loader's position). `tx` and `frozen` are static: they are part of the treedef.
+    average, the loader's position). `tx` and `frozen` are static: they are part of the treedef. `feedback`: None, or
+    what codes have left out of gradients, which `shard` adds for `zerofn.Wire(feedback=True)`.
     """
 
     step: Tensor
@@ -54,6 +57,7 @@ class TrainState:
     extra: Any
     tx: GradientTransformation
     frozen: Callable[[str], bool] | None = None
+    feedback: Feedback | None = None
 
     @staticmethod
     @checked("seed", "frozen")
@@ -86,14 +90,14 @@ class TrainState:
         params = tree.tree_map(lambda p: as_tensor(p) if isinstance(p, int | float) else p, params)
         check_loss_scale(loss_scale, "TrainState.create: loss_scale")
         _check_choices(params, tx, frozen)
-        frozen = _with_unlearned(params, frozen)
+        frozen = with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
         if not -(2**63) <= seed < 2**63:
             raise ValueError(f"TrainState.create: seed must be a number of 64 bits, got {told(seed)}.")
         zero = torch.zeros((), dtype=torch.int64)
         key = torch.full((), seed, dtype=torch.int64)
         return TrainState(
-            zero, zero.clone(), params, tx.init(_learning(params, frozen)), loss_scale, key, extra, tx, frozen
+            zero, zero.clone(), params, tx.init(learning(params, frozen)), loss_scale, key, extra, tx, frozen
         )
 
     @checked()
@@ -103,11 +107,12 @@ class TrainState:
         It takes the state's parameters, loss scale, random key of this step and `frozen`.
         """
         _check_frozen(self.params, self.frozen)
-        object.__setattr__(self, "_update", Update(self.extra))
+        update: Update | None = getattr(self, "_update", None)
+        object.__setattr__(self, "_update", Update(self.extra, left=update.left if update else ()))
         vg = value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen)
         if self.tx.about.phase is not None:
             vg = replace(vg, apart=takes_apart(self.tx, turned(self.tx, self.opt_state)[0]))
-        return _AtState(self, vg)
+        return _AtState(self, vg if self.feedback is None else replace(vg, errors=self.feedback.errors))
 
     def rng_at(self) -> Tensor:
         """Return the random key of this step, an int64 scalar: a function of `rng` and `step`."""
@@ -127,23 +132,29 @@ class TrainState:
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
         check_gradients(self.params, grads)
+        began: Update | None = getattr(self, "_update", None)
+        feedback = self.feedback
+        left = check_one(began.left if began else ())
         _check_opt_state(self.tx, self.opt_state)
-        params, grads = _learning(self.params, self.frozen), _learning(grads, self.frozen)
+        params, grads = learning(self.params, self.frozen), learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
         params, opt_state = step(self.tx, grads, turned(self.tx, self.opt_state)[0], params, None, finite)
         skipped = self.skipped if finite is None else self.skipped + finite.logical_not()
         scale = self.loss_scale
         if finite is not None and scale is not None:
             scale = scale.adjust(finite)
+        if feedback is not None and left is not None:
+            feedback = Feedback(unless_skipped(finite, left, feedback.errors))
+            object.__setattr__(self, "_update", Update(self.extra))
         new = dataclasses.replace(
             self,
             step=self.step + 1,
             skipped=skipped,
-            params=_whole(self.params, params),
+            params=whole(self.params, params),
             opt_state=opt_state,
             loss_scale=scale,
+            feedback=feedback,
         )
-        began: Update | None = getattr(self, "_update", None)
         before = self.extra
         if began is not None and began.finite is None and began.before is not before:  # by `replace`, in this step
             warn_of_replace()
@@ -192,10 +203,15 @@ class TrainState:
         return None if rate is None else rate(self.opt_state)
 
     def with_precision(self, precision: Precision) -> TrainState:
-        """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`."""
+        """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`; with or without
+        feedback of what codes leave out, zeros for that, or None.
+        """
+        new = self
         if precision.compute is torch.float16 and self.loss_scale is None:
-            return self.replace(loss_scale=DynamicLossScale())
-        return self
+            new = new.replace(loss_scale=DynamicLossScale())
+        if precision.feeds_back != (self.feedback is not None):
+            new = new.replace(feedback=zeros(learning(self.params, self.frozen)) if precision.feeds_back else None)
+        return new
 
     def __repr__(self) -> str:
         lines = [f"  {k}: {_short(v)}" for k, v in self._shown().items()]
@@ -208,7 +224,8 @@ class TrainState:
         return table(f"{type(self).__name__} at step {_short(self.step)}", ("", ""), rows, left=(0, 1)) + below
 
     def _shown(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
+        shown = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "frozen"}
+        return shown if self.feedback is not None else {k: x for k, x in shown.items() if k != "feedback"}
 
 
 tree.register_dataclass(TrainState, static=("tx", "frozen"))
@@ -222,22 +239,15 @@ class _AtState:
     vg: ValueAndGrad
 
     def __call__(self, *args: Any) -> tuple[Any, Any]:
-        return self.vg(self.state.params, *args)
+        value, grads, left = self.vg.with_errors(self.state.params, *args)
+        if left is not None:
+            update: Update = getattr(self.state, "_update")  # noqa: B009
+            object.__setattr__(self.state, "_update", replace(update, left=(*update.left, left)))
+        return value, grads
 
     def with_microbatches(self, n: int, reduce: str | None) -> _AtState:
         """Return the same function over `n` times as many microbatches."""
         return _AtState(self.state, self.vg.with_microbatches(n, reduce))
-
-
-@dataclass(frozen=True)
-class _Frozen:
-    """The predicate of frozen leaves: some names, and what a predicate of the user selects."""
-
-    names: frozenset[str]
-    also: Callable[[str], bool] | None
-
-    def __call__(self, name: str) -> bool:
-        return name in self.names or (self.also is not None and self.also(name))
 
 
 def _check_params(params: Any) -> None:
@@ -322,48 +332,6 @@ def _check_opt_state(tx: GradientTransformation, opt_state: Any) -> None:
 
 def _kinds(x: Any) -> str:
     return f"({', '.join(map(_kinds, x))})" if type(x) is tuple else type(x).__name__
-
-
-def _with_unlearned(params: Any, frozen: Callable[[str], bool] | None) -> Callable[[str], bool] | None:
-    paths, nodes, _ = tree.flatten_with_path(params, is_leaf=is_sharded)
-    names = set[str]()
-    for path, x in zip(paths, nodes, strict=True):
-        if is_sharded(x):  # laid out with frozen units
-            units = [unit for unit in x.layout.units if not unit.trainable]
-            names.update(tree.name_of((*path, leaf.name)) for unit in units for leaf in unit.leaves)
-        elif isinstance(x, torch.nn.Parameter) and not x.requires_grad:
-            names.add(tree.name_of(path))
-    return _Frozen(frozenset(names), frozen) if names else frozen
-
-
-def _learning(params: Any, frozen: Callable[[str], bool] | None) -> Any:
-    """Return the part of a tree that the optimizer sees.
-
-    A `Sharded` comes without frozen units. In a plain tree, frozen leaves and integers are None.
-    """
-
-    def pick(name: str, x: Any) -> Any:
-        if is_sharded(x):
-            return trainable(x)
-        whole = isinstance(x, Tensor) and not _is_inexact(x)
-        return None if whole or (frozen is not None and frozen(name)) else x
-
-    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
-    return tree.unflatten(treedef, [pick(tree.name_of(p), x) for p, x in zip(paths, nodes, strict=True)])
-
-
-def _whole(params: Any, part: Any) -> Any:
-    """Return `params` with its trainable part replaced by `part`, as `_learning` selects it."""
-    paths, nodes, treedef = tree.flatten_with_path(params, is_leaf=is_sharded)
-    fresh = dict(zip(*tree.flatten_with_path(part, is_leaf=is_sharded)[:2], strict=True))
-    return tree.unflatten(
-        treedef,
-        [with_trainable(x, fresh[p]) if is_sharded(x) else fresh.get(p, x) for p, x in zip(paths, nodes, strict=True)],
-    )
-
-
-def _is_inexact(x: Tensor) -> bool:
-    return x.is_floating_point() or x.is_complex()
 
 
 def _short(x: Any) -> str:

@@ -1,0 +1,194 @@
+"""What codes leave out of gradients is sent with the next ones: beside plain torch with workers in one process."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import zerofn
+from tests.equivalence.test_wire import _gradients, _sum, in_blocks, model, rows
+from tests.support.same import assert_same_trees
+from zerofn import optim
+
+LEARNING_RATE, STEPS = 0.05, 4
+INT8 = zerofn.Wire(reduce="int8", block=128, smallest=100, feedback=True)
+INT4 = zerofn.Wire(reduce="int4", block=256, smallest=0, feedback=True)
+FP8 = zerofn.Wire(gather="int8", reduce="fp8", block=128, smallest=0, feedback=True)
+FORMS = {"int8": INT8, "int4": INT4, "fp8": FP8}
+
+
+def started(stage, wire, num_microbatches=1, weighted=False, tx=None, params=None, **options):
+    net = model()
+
+    def loss_fn(params, x):
+        squares = functional_call(net, params, (x.to(params["0.weight"].dtype),)).float().square()
+        return (squares.sum(), x.shape[0] * 23.0 * (1 + x[0, 0].abs().round())) if weighted else squares.mean()
+
+    def step(state, x):
+        vg = state.value_and_grad(loss_fn)
+        loss, grads = (vg if num_microbatches == 1 else zerofn.accumulate(vg, num_microbatches))(x)
+        return state.apply_gradients(grads), loss
+
+    init = zerofn.TrainState.create(params=params or dict(net.named_parameters()), tx=tx or optim.sgd(LEARNING_RATE))
+    return zerofn.shard(init, stage=stage, wire=wire, **options), step
+
+
+def by_torch(size, wire, num_microbatches=1):
+    """(parameters, errors [rank, *shape]) after some steps."""
+    net = model()
+    names = [name for name, _ in net.named_parameters()]
+    code = in_blocks(wire.reduce, wire.block, wire.smallest)
+    gathered = (lambda xs: xs) if wire.gather is None else in_blocks(wire.gather, wire.block, wire.smallest)
+    errors = [[torch.zeros_like(p) for p in net.parameters()] for _ in range(size)]
+    for step in range(STEPS):
+        masters = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            for p, x in zip(net.parameters(), gathered(masters), strict=True):
+                p.copy_(x)
+        found = []
+        for rank in range(size):
+            parts = [_gradients(net, x, size)[1] for x in rows(rank, step).chunk(num_microbatches)]
+            sent = [_sum(x) + e for x, e in zip(zip(*parts, strict=True), errors[rank], strict=True)]
+            found.append(code(sent))
+            errors[rank] = [x - y for x, y in zip(sent, found[-1], strict=True)]
+        with torch.no_grad():
+            for p, master, g in zip(net.parameters(), masters, map(_sum, zip(*found, strict=True)), strict=True):
+                p.copy_(master)
+                p.grad = g
+        torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
+    kept = {name: torch.stack(x) for name, x in zip(names, zip(*errors, strict=True), strict=True)}
+    return {k: p.detach() for k, p in net.named_parameters()}, kept
+
+
+def every_stage(form, num_microbatches):
+    size, wire = zerofn.world_size(), FORMS[form]
+    want, errors = by_torch(size, wire, num_microbatches)
+    for stage in range(4):
+        for compiled in (True, False):
+            state, step = started(stage, wire, num_microbatches)
+            run = zerofn.compile(step) if compiled else step
+            for k in range(STEPS):
+                state, _ = run(state, rows(zerofn.rank(), k))
+            where = f"stage {stage}, compiled: {compiled}"
+            assert_same_trees(zerofn.unshard(state.params), want, where)
+            assert_same_trees(zerofn.unshard(state.feedback.errors), errors, where)
+    assert any(x.abs().max() > 0 for x in errors.values())
+
+
+@pytest.mark.part(size=[2], form=["int8"])
+@pytest.mark.part(size=[3], form=["int4"], num_microbatches=[4])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_every_stage_has_the_bits_of_torch_with_as_many_workers(ranks, form, size, num_microbatches):
+    ranks(size, every_stage, form, num_microbatches)
+
+
+def what_is_lost(precision, weighted):
+    """Each mean gradient lacks what is kept behind it, and has what was kept before, whatever the loss's scale is and
+    the ranks' weights are.
+    """
+    found = {}
+    for stage in range(4):
+        state, step = started(stage, FORMS["int8"], 2, weighted, precision=precision)
+        if precision == "fp16":
+            scale = zerofn.DynamicLossScale(2.0**10, period=1)  # another in each step
+            state = state.replace(loss_scale=zerofn.shard({"params": {"w": torch.ones(1)}, "x": scale})["x"])
+        run = zerofn.compile(step)
+        for k in range(STEPS):
+            before = kept(state)
+            exact, exact_step = started(
+                stage, None, 2, weighted, precision=precision, params=zerofn.unshard(state.params)
+            )
+            exact = exact.replace(loss_scale=state.loss_scale)
+            state, _ = run(state, rows(zerofn.rank(), k))
+            exact, _ = exact_step(exact, rows(zerofn.rank(), k))
+            after, masters = kept(state), zerofn.unshard(exact.params)
+            for name, x in zerofn.unshard(state.params).items():
+                lacks = (x.double() - masters[name].double()) / LEARNING_RATE
+                assert torch.allclose(lacks, after[name] - before[name], atol=2e-6 if precision is None else 2e-4), name
+                assert after[name].abs().max() > 0 or x.numel() < 100
+        found[stage] = {**zerofn.unshard(state.params), "errors": zerofn.unshard(state.feedback.errors)}
+        assert_same_trees(found[stage], found[0], f"stage {stage}")
+
+
+def kept(state):
+    return {name: x.double().sum(0) for name, x in zerofn.unshard(state.feedback.errors).items()}
+
+
+@pytest.mark.part(precision=["fp16"], weighted=[True])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("precision", [None, "fp16", "bf16"])
+def test_what_a_gradient_lacks_is_kept(ranks, precision, weighted):
+    ranks(2, what_is_lost, precision, weighted)
+
+
+def skipped():
+    """An inf among a rank's rows: nothing is sent later than it was to be."""
+    for stage in range(4):
+        state, step = started(stage, FORMS["int8"])
+        run = zerofn.compile(step)
+        state, _ = run(state, rows(zerofn.rank()))
+        before = zerofn.unshard((state.params, state.feedback))
+        x = rows(zerofn.rank(), 1)
+        state, _ = run(state, torch.full_like(x, torch.inf) if zerofn.rank() == 0 else x)
+        assert state.skipped == 1 and state.step == 2
+        assert_same_trees(zerofn.unshard((state.params, state.feedback)), before, f"stage {stage}")
+
+
+def test_a_skipped_step_leaves_what_was_kept(ranks):
+    ranks(2, skipped)
+
+
+def small_loss(params, x):
+    return (params["0.weight"] @ x.T).square().mean()
+
+
+def refused():
+    (state, _), x = started(3, FORMS["int8"]), rows(zerofn.rank())
+    with pytest.raises(ValueError, match="laid out with feedback=True, .*; write state.value_and_grad"):
+        zerofn.value_and_grad(small_loss)(state.params, x)
+    for reduce in ("microbatch", "round"):
+        with pytest.raises(ValueError, match=f"reduce='{reduce}' sends gradients several times in a step, and fee"):
+            zerofn.accumulate(state.value_and_grad(small_loss), 2, reduce=reduce)(x)
+
+    def twice(state, x):
+        (_, grads), _ = (state.value_and_grad(small_loss)(part) for part in x.chunk(2))
+        return state.apply_gradients(grads), None
+
+    for step in (twice, zerofn.compile(twice)):
+        with pytest.raises(ValueError, match="2 gradients were taken of this state, and with feedback=True each adds"):
+            step(started(3, FORMS["int8"])[0], x)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_has_no_meaning_says_so(ranks, size):
+    ranks(size, refused)
+
+
+def looked_at():
+    """A gradient that is not applied changes nothing."""
+    look = zerofn.compile(lambda state, x: (state, state.value_and_grad(small_loss)(x)[0]))
+    found = []
+    for looks in (False, True):
+        state, step = started(3, FORMS["int8"])
+        for k in range(STEPS):
+            state = look(state, rows(zerofn.rank(), k))[0] if looks else state
+            state, _ = step(state, rows(zerofn.rank(), k))
+        found.append(zerofn.unshard((state.params, state.feedback)))
+    assert_same_trees(*found)
+
+
+def test_a_gradient_that_is_not_applied_changes_nothing(ranks):
+    ranks(2, looked_at)
+
+
+def without():
+    """Nothing of a state without feedback is another one: leaves, text."""
+    state, _ = started(3, zerofn.Wire(reduce="int8"))
+    assert state.feedback is None and "feedback" not in repr(state) and "feedback" in repr(started(3, FORMS["int8"])[0])
+    again = zerofn.shard(zerofn.unshard(started(3, FORMS["int8"])[0]), wire="int8")
+    assert again.feedback is None
+
+
+def test_without_it_a_state_has_nothing_of_it(ranks):
+    ranks(1, without)
