@@ -11,6 +11,8 @@ import zerofn
 from tests.support import onebit_by_torch
 from tests.support.same import assert_same_trees
 from zerofn import optim
+from zerofn.comm.transport import SentBytes
+from zerofn.util.process import the
 
 RATE, DECAY, FREEZE, STEPS = 0.01, 0.1, 3, 9
 
@@ -30,7 +32,8 @@ def rows(rank, step):
 
 
 def loss_of(net, params, x):
-    return (functional_call(net, params, (x,)) - x).square().mean()
+    x = x.to(params["0.weight"].dtype)
+    return (functional_call(net, params, (x,)) - x).float().square().mean()
 
 
 def onebit(**options):
@@ -120,3 +123,253 @@ def warm_up():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_before_the_freeze_step_it_has_the_bits_of_adamw(ranks, size):
     ranks(size, warm_up)
+
+
+def same_at_stages(stages=(0, 3, 1), steps=STEPS, **options):
+    """What all stages agree on: (losses, the whole state)."""
+    first = None
+    for stage in stages:
+        state, step = started(stage, **options)
+        losses, state = trained(state, zerofn.compile(step), steps=steps)
+        found = (losses, zerofn.unshard(state))
+        first = first or found
+        assert_same_trees(losses, first[0], f"stage {stage}")
+        assert_same_trees(found[1].params, first[1].params, f"stage {stage}")
+    return first
+
+
+def with_other_options():
+    """Stages agree; a frozen leaf, and one that no loss depends on, stay as they are."""
+    losses, state = same_at_stages(frozen=lambda name: name.startswith("2."))
+    assert_same_trees({k: state.params[k] for k in ("2.weight", "2.bias")}, dict(model()[2].named_parameters("2")))
+    assert state.opt_state.mu["2.weight"] is None and losses[-1] < losses[0]
+    for options in ({"precision": "bf16"}, {"precision": "fp16"}, {"wire": "int8"}):
+        losses, state = same_at_stages(**options)
+        assert losses[-1] < losses[0]
+    tx = optim.inject_hyperparams(optim.onebit_adam)(RATE, weight_decay=DECAY, freeze_step=FREEZE)
+    assert_same_trees(same_at_stages(stages=(3,), tx=tx)[0], same_at_stages(stages=(3,))[0])
+
+
+@pytest.mark.part(size=[2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_stages_agree_with_frozen_leaves_and_other_dtypes(ranks, size):
+    ranks(size, with_other_options)
+
+
+def clipped(most):
+    """By hand, in float64: the root of the mean of ranks' squared norms."""
+    tx = optim.chain(optim.clip_by_global_norm(most), onebit())
+    losses, state = same_at_stages(tx=tx)
+    factors = []
+
+    def gradients(net, k):
+        found = []
+        for rank in range(zerofn.world_size()):
+            loss = (net(rows(rank, k).double()) - rows(rank, k).double()).square().mean()
+            found.append((loss.detach(), torch.autograd.grad(loss, list(net.parameters()))))
+        each = [[g for _, gs in found[r : r + 1] for g in gs] for r in range(len(found))]
+        if k < FREEZE:
+            each = [[sum(gs) / len(each) for gs in zip(*each, strict=True)]]
+        norm = (sum(sum(g.square().sum() for g in gs) for gs in each) / len(each)).sqrt()
+        factors.append(min(1.0, float(most / (norm + 1e-6))))
+        return [(loss, [g * factors[-1] for g in gs]) for loss, gs in found]
+
+    def optimizer(place):
+        return onebit_by_torch.OneBitAdam(place, zerofn.world_size(), RATE, FREEZE, decay=DECAY)
+
+    layout = started(3)[0].params.layout
+    wanted, _, _ = onebit_by_torch.trained(model(torch.float64), layout, optimizer, gradients, STEPS)
+    assert torch.allclose(torch.stack(losses).double(), torch.stack(wanted), rtol=1e-4)
+    assert max(factors) < 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_are_clipped_by_the_norm_that_ranks_know(ranks, size):
+    ranks(size, clipped, 0.05)
+
+
+def skipped():
+    for stage in (0, 3, 1):
+        for captured in (True, False):
+            state, step = started(stage)
+            run = zerofn.compile(step) if captured else step
+            _, state = trained(state, run, steps=6)
+            before, x = zerofn.unshard(state), rows(zerofn.rank(), 6)
+            if zerofn.rank() == zerofn.world_size() - 1:
+                x[0, 0] = torch.nan
+            state, _ = run(state, x)
+            after = zerofn.unshard(state)
+            assert int(after.skipped) == 1
+            assert_same_trees((after.params, after.opt_state), (before.params, before.opt_state), f"stage {stage}")
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_step_that_is_skipped_on_one_rank_changes_nothing_on_any(ranks, size):
+    ranks(size, skipped)
+
+
+def in_microbatches():
+    reduced = functools.partial(started, num_microbatches=2)
+    for stage in (0, 3):
+        (state, step), (other, once) = reduced(stage), started(stage)
+        found, _ = trained(state, zerofn.compile(step))
+        wanted, _ = trained(other, once)
+        assert torch.allclose(torch.stack(found), torch.stack(wanted), rtol=1e-4), stage
+    state, _ = started(3, tx=onebit(freeze_step=1))
+
+    def wrong(state, x):
+        vg = zerofn.accumulate(state.value_and_grad(functools.partial(loss_of, model())), 2, reduce="microbatch")
+        return state.apply_gradients(vg(x)[1]), None
+
+    state, _ = wrong(state, rows(zerofn.rank(), 0))
+    with pytest.raises(ValueError, match=r"reduce='microbatch' adds gradients over ranks in the course"):
+        wrong(state, rows(zerofn.rank(), 1))
+
+
+@pytest.mark.parametrize("size", [2])
+def test_microbatches_are_added_up_before_they_are_sent(ranks, size):
+    ranks(size, in_microbatches)
+
+
+def restarted(folder):
+    """At another stage, and at the same number of ranks: bit for bit."""
+    for stage in (3, 0):
+        state, step = started(stage)
+        _, state = trained(state, zerofn.compile(step), steps=6)
+        zerofn.save(f"{folder}/{stage}", state)
+        losses, end = trained(state, zerofn.compile(step), first=6)
+        for like in (started(3 - stage)[0], started(stage)[0]):
+            loaded = zerofn.load(f"{folder}/{stage}", like=like)
+            again = zerofn.shard(zerofn.unshard(loaded), stage=stage, unit=unit_of)
+            for each in (loaded, again):
+                found, after = trained(each, zerofn.compile(step), first=6)
+                assert_same_trees(found, losses, f"stage {stage}")
+                assert_same_trees(zerofn.unshard(after).opt_state, zerofn.unshard(end).opt_state, f"stage {stage}")
+
+
+@pytest.mark.parametrize("size", [2])
+def test_a_checkpoint_goes_on_bit_for_bit(ranks, size, tmp_path):
+    ranks(size, restarted, str(tmp_path))
+
+
+def errors_of(folder):
+    """The sums over ranks of what a checkpoint's ranks have left out, and the next loss."""
+    state = zerofn.load(folder, like=started(3)[0])
+    whole = zerofn.unshard(state.opt_state)
+    sums = {k: x.sum(0) for k, x in whole.worker_error.items()}
+    losses, _ = trained(state, zerofn.compile(started(3)[1]), first=6, steps=8, batch=lambda rank, k: rows(0, k))
+    return len(next(iter(whole.worker_error.values()))), sums, whole.server_error, losses
+
+
+def saved(folder):
+    state, step = started(3)
+    _, state = trained(state, zerofn.compile(step), steps=6)
+    zerofn.save(folder, state)
+    whole = zerofn.unshard(state.opt_state)
+    return {k: x.sum(0) for k, x in whole.worker_error.items()}, whole.server_error
+
+
+@pytest.mark.parametrize("size, others", [(2, (1, 3)), (3, (2,))])
+def test_other_numbers_of_ranks_go_on_with_the_same_sum_of_errors(ranks, size, others, tmp_path):
+    sums, server = ranks(size, saved, str(tmp_path / "saved"))[0]
+    for other in others:
+        num, found, kept, losses = ranks(other, errors_of, str(tmp_path / "saved"))[0]
+        assert num == other and losses[-1].isfinite()
+        for name, x in sums.items():
+            assert torch.allclose(found[name], x, atol=1e-7), name
+        assert_same_trees(kept, server)
+
+
+def sent_by_a_step(stage, tx):
+    """Bytes, planned and sent by this process."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+
+    def step(state, x):
+        loss, grads = state.value_and_grad(lambda p, x: functional_call(net, p, (x,)).square().mean())(x)
+        return state.apply_gradients(grads), loss
+
+    state = zerofn.TrainState.create(params=dict(net.named_parameters()), tx=tx)
+    state, run = zerofn.shard(state, stage=stage, unit=unit_of), zerofn.compile(step)
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(zerofn.rank()))
+    for _ in range(2):
+        state, _ = run(state, x)
+    plan, before = run.lower(state, x), the(SentBytes).by_group.total()
+    state, _ = run(state, x)
+    zerofn.unshard(state.params)  # waits for copies
+    zerofn.unshard(state.params)
+    twice, before = the(SentBytes).by_group.total() - before, the(SentBytes).by_group.total()
+    zerofn.unshard(state.params)
+    return plan.sent, twice - 2 * (the(SentBytes).by_group.total() - before)
+
+
+def bytes_of_stages():
+    found = {}
+    for stage in range(4):
+        (planned, sent), (exact, _) = (
+            sent_by_a_step(stage, tx) for tx in (optim.onebit_adam(1e-3, freeze_step=1), optim.adamw(1e-3))
+        )
+        assert planned == sent, f"stage {stage}"
+        found[stage] = planned, exact
+    assert found[0][1] / found[0][0] > 24
+    gathers = found[0][1] // 2  # of the parameters, in float32
+    for stage in (1, 2, 3):  # the reduction: signs are gathered before, and their sums are scattered
+        assert found[0][1] / (found[stage][0] - gathers) > 24, stage
+
+
+@pytest.mark.parametrize("size", [2])
+def test_what_is_sent_is_planned_and_a_31st(ranks, size):
+    ranks(size, bytes_of_stages)
+
+
+def equal_after_50_steps():
+    state, step = started(0)
+    losses, state = trained(state, zerofn.compile(step), steps=50)
+    assert losses[-1] < 0.9 * losses[0]
+    for tree in (state.params, state.opt_state.mu, state.opt_state.nu):
+        mine = torch.cat(tree.shards)
+        every = [torch.empty_like(mine) for _ in range(zerofn.world_size())]
+        torch.distributed.all_gather(every, mine)
+        assert all(torch.equal(x, every[0]) for x in every)
+
+
+@pytest.mark.parametrize("size", [2])
+def test_ranks_are_equal_after_50_steps(ranks, size):
+    ranks(size, equal_after_50_steps)
+
+
+def refused():
+    tx = onebit(freeze_step=1)
+    state, step = started(3, tx=tx)
+    state, _ = step(state, rows(zerofn.rank(), 0))
+    grads = zerofn.value_and_grad(functools.partial(loss_of, model()))(state.params, rows(zerofn.rank(), 1))[1]
+    with pytest.raises(ValueError, match="onebit_adam: from its freeze step on it adds gradients over ranks itself"):
+        state.apply_gradients(grads)
+    mesh = zerofn.Mesh.make(replicate=zerofn.world_size(), data=1)
+    state, step = started(3, tx=tx, mesh=mesh)
+    state, _ = step(state, rows(zerofn.rank(), 0))
+    with pytest.raises(NotImplementedError, match="sums of signs go over ranks along 'data' and 'context'"):
+        step(state, rows(zerofn.rank(), 1))
+
+
+@pytest.mark.parametrize("size", [2])
+def test_what_it_cannot_do_is_a_sentence(ranks, size):
+    ranks(size, refused)
+
+
+def test_where_it_may_stand_and_its_arguments():
+    for make in (
+        lambda tx: optim.masked(tx, lambda leaf: leaf.ndim > 1),
+        lambda tx: optim.multi_transform({"a": tx}, lambda leaf: "a"),
+        lambda tx: optim.lookahead(tx, 5, 0.5),
+    ):
+        with pytest.raises(ValueError, match=r"adds gradients over ranks itself.*the last of optim\.chain"):
+            make(onebit())
+    with pytest.raises(ValueError, match="updates the parameters itself; write it as the last"):
+        optim.chain(onebit(), optim.scale(0.5))
+    with pytest.raises(ValueError, match="cannot stand before onebit_adam"):
+        optim.chain(optim.clip(1.0), onebit())
+    with pytest.raises(ValueError, match="freeze_step must be at least 1"):
+        onebit(freeze_step=0)
+    with pytest.raises(ValueError, match=r"freeze_step=1\.5 is a number of updates; write 1"):
+        onebit(freeze_step=1.5)

@@ -14,12 +14,10 @@ BLOCK = 2048  # elements with one scale
 
 @dataclass(frozen=True)
 class Place:
-    """Where leaves lie in a flat buffer, in which blocks have a scale each: name -> (offset, shape). `end`: of the last
-    leaf."""
+    """Where leaves lie in a flat buffer, in which blocks have a scale each: name -> (offset, shape)."""
 
     offsets: dict[str, tuple[int, torch.Size]]
     size: int
-    end: int
 
     def flat(self, leaves: dict[str, Tensor]) -> Tensor:
         """One buffer with the leaves, and zeros between them."""
@@ -35,17 +33,13 @@ class Place:
 
 def places_of(layout: Any) -> list[Place]:
     """The places of a state's parameters, for which blocks are cut."""
-    return [
-        Place(
-            {x.name: (x.offset, torch.Size(x.whole)) for x in unit.leaves}, unit.size, max(x.stop for x in unit.leaves)
-        )
-        for unit in layout.units
-    ]
+    each = [({x.name: (x.offset, torch.Size(x.whole)) for x in unit.leaves}, unit.size) for unit in layout.units]
+    return [Place(*x) for x in each]
 
 
-def signs(x: Tensor, end: int) -> Tensor:
-    """Plus or minus the mean magnitude of a block, as bfloat16 has it; what lies behind `end` stays zero."""
-    inside = (torch.arange(len(x)) < end).view(-1, BLOCK)
+def signs(x: Tensor, place: Place) -> Tensor:
+    """Plus or minus the mean magnitude of a block, as bfloat16 has it; what lies between leaves stays zero."""
+    inside = place.flat({name: torch.ones(shape) for name, (_, shape) in place.offsets.items()}).view(-1, BLOCK)
     blocks = x.view(-1, BLOCK)
     scale = (blocks.abs() * inside).sum(1, keepdim=True) / inside.sum(1, keepdim=True).clamp(min=1)
     scale = scale.float().bfloat16().to(x.dtype)
@@ -75,7 +69,7 @@ class OneBitAdam:
         if not self.values:
             zeros = torch.zeros_like(x)
             self.values = {"m": zeros, "v": zeros, "server": zeros, "workers": [zeros] * self.num}
-        now, end = self.values, self.place.end
+        now, place = self.values, self.place
         self.count += 1
         if self.count <= self.freeze_step:
             g = sum(gradients) / self.num
@@ -83,7 +77,7 @@ class OneBitAdam:
             now["v"] = self.b2 * now["v"] + (1 - self.b2) * g * g
         else:
             if self.count == self.freeze_step + 1 and self.num > 1:  # all ranks go on from its signs
-                coded = signs(now["m"], end)
+                coded = signs(now["m"], place)
                 now["server"] = self.b1 * (now["m"] - coded)
                 now["m"] = coded
             self._compressed(gradients)
@@ -93,16 +87,16 @@ class OneBitAdam:
         return x - self.rate * (update + self.decay * x)
 
     def _compressed(self, gradients: Sequence[Tensor]) -> None:
-        now, end = self.values, self.place.end
+        now, place = self.values, self.place
         parts = [(self.b1 * now["m"] + (1 - self.b1) * g) / self.num for g in gradients]
         if self.num == 1:
             now["m"] = parts[0]
             return
         sent = [part + error for part, error in zip(parts, now["workers"], strict=True)]
-        arrived = [signs(x, end) for x in sent]
+        arrived = [signs(x, place) for x in sent]
         now["workers"] = [x - y for x, y in zip(sent, arrived, strict=True)]
         total = sum(arrived) + now["server"]
-        now["m"] = signs(total, end)
+        now["m"] = signs(total, place)
         now["server"] = total - now["m"]
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import tree
+from ..comm.axes import APART, RANKS
 from ..job.agreement import exchange, first_difference, rank_and_size, together
 from ..memory.turns import outside_steps
 from ..sharding.sharded import is_sharded
@@ -25,7 +26,7 @@ from .folder import MANIFEST
 from .locations import check_answers, located
 from .manifest import digest_now
 from .named_leaves import StatePart, describe, leaves_of, missing_leaf, take_apart, with_entries
-from .tensor_source import OtherReplicas, Renamed, Source
+from .tensor_source import OtherRanks, OtherReplicas, Renamed, Source
 
 log = logging.getLogger("zerofn")
 
@@ -194,24 +195,32 @@ def _matched(checkpoint: Checkpoint, parts: list[StatePart], choice: _Choice) ->
     """Return from what to fill what. Raises `CheckpointError` unless names, shapes and dtypes agree."""
     source, where = choice.source(checkpoint), str(checkpoint.folder)
     filling = Filling(parts, _kept(source, parts, choice, where), choice.donate)
-    source = _for_replicas(source, parts, where)
+    source = _for_entries(source, parts, where)
     filling.check(source, where)
     return source, filling
 
 
-def _for_replicas(source: Source, parts: list[StatePart], where: str) -> Source:
-    """Return the source for as many replicas as `like` has."""
-    entries = with_entries(parts)
-    if not entries:
-        return source
-    here = {leaf.name: leaf.shape for part in parts for leaf in leaves_of(part)}
+def _for_entries(source: Source, parts: list[StatePart], where: str) -> Source:
+    """Return the source for as many replicas, and ranks, as `like` has."""
+    sizes, num = _other_sizes(source, parts, APART)
+    if sizes:
+        size = next(iter(sizes.values()))
+        log.info("%s was saved by %d replicas; of the %d here, replica r has entry r %% %d.", where, num, size, num)
+        source = OtherReplicas(source, sizes)
+    sizes, num = _other_sizes(source, parts, RANKS)
+    if sizes:
+        size = next(iter(sizes.values()))
+        log.info("%s was saved by %d ranks; rank r of the %d here adds entries r, r + %d, ...", where, num, size, size)
+        source = OtherRanks(source, sizes)
+    return source
+
+
+def _other_sizes(source: Source, parts: list[StatePart], axis: str) -> tuple[dict[str, int], int]:
+    """Return (how many entries each leaf is to have that was saved with another number of them, that number)."""
+    entries, here = with_entries(parts, axis), {leaf.name: leaf.shape for part in parts for leaf in leaves_of(part)}
     there = {name: leaf.shape for name, leaf in source.leaves.items() if name in entries and leaf.shape}
     sizes = {name: here[name][0] for name, x in there.items() if x[1:] == here[name][1:] and x[0] != here[name][0]}
-    if not sizes:
-        return source
-    num, size = there[next(iter(sizes))][0], next(iter(sizes.values()))
-    log.info("%s was saved by %d replicas; of the %d here, replica r has entry r %% %d.", where, num, size, num)
-    return OtherReplicas(source, sizes)
+    return sizes, there[next(iter(sizes))][0] if sizes else 0
 
 
 def _kept(source: Source, parts: list[StatePart], choice: _Choice, where: str) -> frozenset[str]:

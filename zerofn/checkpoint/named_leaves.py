@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..comm.axes import APART
 from ..geometry.overlaps import Region, region_of, shape_in
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
@@ -91,13 +90,13 @@ def leaves_of(part: StatePart) -> list[NamedLeaf]:
     return found
 
 
-def with_entries(parts: Iterable[StatePart]) -> frozenset[str]:
-    """Return the names of leaves that have an entry for each replica."""
+def with_entries(parts: Iterable[StatePart], axis: str) -> frozenset[str]:
+    """Return the names of leaves that have an entry for each replica, or for each rank: along an axis of these."""
     found = set()
     for part in parts:
         names = tree.field_names(part.value.layout.treedef) if is_sharded(part.value) else []
         for leaf in part.value.layout.leaves if names else ():
-            if any(cut.axis == APART for cut in leaf.cuts):
+            if any(cut.axis == axis for cut in leaf.cuts):
                 found.add(join(part.name, names[leaf.index]))
     return frozenset(found)
 

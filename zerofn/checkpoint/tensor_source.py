@@ -108,6 +108,25 @@ class OtherReplicas(Source):
         self._source.close()
 
 
+class OtherRanks(OtherReplicas):
+    """A source for another number of ranks than it has entries for, whose sum counts: rank r reads the sum of the
+    entries r, r + size, ..., or zeros if there are none.
+    """
+
+    def read(self, name: str, start: int, into: Tensor, region: Region = ()) -> None:
+        """Read the sum of entries, added in their order."""
+        if name not in self._there:
+            self._source.read(name, start, into, region)
+            return
+        entries = dict(region)
+        ((first, _),) = entries.pop(0)
+        into.zero_()
+        for k in range(first, self._there[name], self.leaves[name].shape[0]):
+            now = torch.empty_like(into)
+            self._source.read(name, start, now, ((0, ((k, k + 1),)), *sorted(entries.items())))
+            into.add_(now)
+
+
 def _copy(read: Read, runs: Runs, into: Tensor) -> None:
     """Read runs: short ones with what lies between them, several at a time."""
     size = into.element_size()

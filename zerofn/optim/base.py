@@ -175,7 +175,8 @@ def unless_skipped(finite: Tensor | None, new: Any, old: Any) -> Any:
     """Return the tree `new`, or `old` where the finite check failed. `finite`: None or a bool scalar tensor."""
     if finite is None:
         return new
-    return tree.tree_map(lambda a, b: torch.where(finite, a, b) if isinstance(a, Tensor) else a, new, old)
+    chosen = lambda a, b: torch.where(finite, a, b) if isinstance(a, Tensor) and a is not b else a  # noqa: E731
+    return tree.tree_map(chosen, new, old)
 
 
 def rate_at(learning_rate: ScalarOrSchedule, count: Tensor) -> float | Tensor:

@@ -6,7 +6,7 @@ into its part of the momentum, of which signs are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -97,3 +97,10 @@ def check_gradients(where: str, params: Any, grads: Any) -> None:
                 f"{where}: from its freeze step on it adds gradients over ranks itself, and these are sums; write "
                 "loss, grads = state.value_and_grad(loss_fn)(batch), which leaves them apart."
             )
+
+
+def put_back(like: Any, shards: Iterator[Any]) -> Any:
+    """Return a tree with the next of `shards` in place of each shard and plain leaf."""
+    nodes, treedef = tree.flatten(like, is_leaf=is_sharded)
+    made = [Sharded(x.spec, [next(shards) for _ in x.stored]) if is_sharded(x) else next(shards) for x in nodes]
+    return tree.unflatten(treedef, made)

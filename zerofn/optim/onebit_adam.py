@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import tree
 from ..geometry.layout import Unit
-from ..sharding.coded_sums import CodedSum, coded_sum
-from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.coded_sums import CodedSum, coded_sum, staggered
+from ..sharding.sharded import is_sharded
 from ..sharding.spec import Spec
 from . import checks
 from .adamw import adamw
@@ -27,7 +28,7 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants, LeafScale
-from .onebit import OneBitState, check_freeze_step, check_gradients, initial, is_coded, phase_at
+from .onebit import OneBitState, check_freeze_step, check_gradients, initial, is_coded, phase_at, put_back
 from .phases import EXACT
 from .scale_by_adam import AdamState
 from .torch_optimizers import told
@@ -103,47 +104,59 @@ class _Rule:
             params, after = self._exact.fused.apply(grads, before, params, factor, finite)
             return params, replace(state, count=after.count, nu_count=after.count, mu=after.mu, nu=after.nu)
         check_gradients(self._name, params, grads)
-        fresh = self._moved(scaled(grads, factor), state)
-        new = self._stepped(params, fresh)
-        return unless_skipped(finite, new, params), unless_skipped(finite, fresh, state)
+        errors = (state.worker_error, state.server_error)
+        trees = (params, state.mu, state.nu, scaled(grads, factor), *errors, *self._constants.over(params))
+        nodes = zip(*(tree.leaves(x, is_leaf=is_sharded) for x in trees), strict=True)
+        now = self._now(state, finite)
+        found = staggered([each for node in nodes for each in self._units(node, now)])
+        columns = zip(*found, strict=True) if found else [()] * 4
+        likes = (params, state.mu, *errors)
+        params, mu, worker, server = (put_back(x, iter(column)) for x, column in zip(likes, columns, strict=True))
+        count = state.count + (1 if finite is None else finite)
+        return params, replace(state, count=count, mu=mu, worker_error=worker, server_error=server)
 
-    def _moved(self, grads: Any, state: OneBitState) -> OneBitState:
-        """Return the state with the next momentum."""
-        trees = (state.mu, grads, state.worker_error, state.server_error)
-        flat = [tree.leaves(x, is_leaf=is_sharded) for x in trees]
-        found = [self._node(*each) for each in zip(*flat, strict=True)]
-        own = [tree.structure(x, is_leaf=is_sharded) for x in (trees[0], *trees[2:])]
-        mu, worker, server = (
-            tree.unflatten(treedef, column)
-            for treedef, column in zip(own, zip(*found, strict=True) if found else ((),) * 3, strict=True)
-        )
-        return replace(state, count=state.count + 1, mu=mu, worker_error=worker, server_error=server)
+    def _now(self, state: OneBitState, finite: Tensor | None) -> _Now:
+        first = 1 - self._b1 ** (state.count + 1).double()
+        return _Now(rate_at(self._rate, state.count), first, 1 - self._b2 ** state.nu_count.double(), finite)
 
-    def _node(self, mu: Any, grad: Any, worker: Any, server: Any) -> tuple[Any, Any, Any]:
-        if not is_coded(mu):
-            average = lambda m, g: (m + (1 - self._b1) * (g.to(m.dtype) - m)).to(m.dtype)  # noqa: E731
-            return tree.tree_map(average, mu, grad), worker, server
-        columns = zip(mu.shards, grad.shards, worker.shards, server.shards, strict=True)
-        found = [self._unit(mu.spec, *each) for each in zip(mu.layout.units, columns, strict=True)]
-        values, workers, servers = zip(*found, strict=True) if found else ((), (), ())
-        return Sharded(mu.spec, values), Sharded(worker.spec, workers), Sharded(server.spec, servers)
+    def _units(self, node: Sequence[Any], now: _Now) -> Iterator[Generator[None, None, list[Tensor]]]:
+        """Yield what updates each unit of a node, or a plain leaf."""
+        p = node[0]
+        if not is_sharded(p):
+            yield self._unit(None, tuple(node), now)
+            return
+        units = zip(p.layout.units, *(x.shards for x in node), strict=True)
+        for unit, *columns in units:
+            here = _Place(p.spec, unit) if is_coded(p) and unit.size else None
+            yield self._unit(here, tuple(columns), now)
 
-    def _unit(self, spec: Spec, unit: Unit, shards: tuple[Tensor, ...]) -> CodedSum:
-        m, g, worker, server = shards
-        if not unit.size:
-            return CodedSum(m, worker, server)
-        mixed = lambda decayed: decayed + g.float() * (1 - self._b1)  # noqa: E731
-        found = coded_sum(spec, unit, m.float(), worker.float(), server.float(), self._b1, mixed)
-        return CodedSum(*[x.to(old.dtype) for x, old in zip(found, (m, worker, server), strict=True)])
+    def _unit(self, place: _Place | None, columns: tuple[Any, ...], now: _Now) -> Generator[None, None, list[Tensor]]:
+        """Return the next parameters, momentum and errors of a unit."""
+        p, m, v, g, worker, server, decay, scale = columns
+        if place is None:
+            moved = CodedSum((m + (1 - self._b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
+        else:
+            mix = lambda decayed: decayed + g.float() * (1 - self._b1)  # noqa: E731
+            given = (m.float(), worker.float(), server.float())
+            found = yield from coded_sum(*place, *given, decay=self._b1, mix=mix)
+            moved = CodedSum(*[x.to(old.dtype) for x, old in zip(found, (m, worker, server), strict=True)])
+        direction = moved.value / now.first.to(m.dtype) / ((v / now.second.to(v.dtype)).sqrt() + self._eps)
+        direction = torch.where(v > 0, direction, 0.0)
+        fresh = (p - now.rate * scale * (direction + decay * p)).to(p.dtype)
+        return unless_skipped(now.finite, [fresh, *moved], [p, m, worker, server])
 
-    def _stepped(self, params: Any, state: OneBitState) -> Any:
-        """Return the parameters after a step by the momentum of a state."""
-        rate = rate_at(self._rate, state.count - 1)
-        first, second = (1 - b ** n.double() for b, n in ((self._b1, state.count), (self._b2, state.nu_count)))
 
-        def one(p: Tensor, m: Tensor, v: Tensor, decay: Any, scale: Any) -> Tensor:
-            direction = m / first.to(m.dtype) / ((v / second.to(v.dtype)).sqrt() + self._eps)
-            direction = torch.where(v > 0, direction, 0.0)
-            return (p - rate * scale * (direction + decay * p)).to(p.dtype)
+class _Place(NamedTuple):
+    """A unit whose sums are sent as codes."""
 
-        return tree.tree_map(one, params, state.mu, state.nu, *self._constants.over(params))
+    spec: Spec
+    unit: Unit
+
+
+class _Now(NamedTuple):
+    """What all units of a step have in common. `first`, `second`: by which averages are divided to correct them."""
+
+    rate: float | Tensor
+    first: Tensor
+    second: Tensor
+    finite: Tensor | None

@@ -11,14 +11,14 @@ as signs, too, and have the bits of those that keep it whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..collectives.maps import AllGather, ReduceScatter, ops
+from ..collectives.maps import ops
 from ..comm.axes import AxisKind
 from ..comm.block_wire import name_of
 from ..geometry.layout import Unit
@@ -26,6 +26,7 @@ from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
 from .spec import Spec
 from .wire import block_in
 
+T = TypeVar("T")
 BLOCK = 2048  # elements with one scale: a shard is a multiple
 
 
@@ -60,41 +61,64 @@ def coded_sum(
     before: Tensor,
     worker: Tensor,
     server: Tensor,
+    *,
     decay: float,
     mix: Callable[[Tensor], Tensor],
-) -> CodedSum:
+) -> Generator[None, None, CodedSum]:
     """Return the next result of a unit: the sum over ranks of `mix(decay / ranks * before)` and of what was left out.
 
     `before`: the last result, as it is stored. `mix`: adds what this rank contributes to its part [unit size] of the
-    decayed result. Numbers are float32.
+    decayed result. Numbers are float32. It pauses where a transfer is on its way; see `staggered`.
     """
-    axis, codec, own = spec.within(unit), signs_of(unit), spec.own_cut(unit)
-    whole, lost = _whole(spec, unit, before, codec)
+    axis, codec, own, cut = spec.within(unit), signs_of(unit), spec.own_cut(unit), spec.num_shards(unit) > 1
+    to = (axis.size, axis.group, unit.name, codec)
+    if cut:
+        lost = before - ops.rounded(before, codec, own[0])
+        under_way = ops.all_gather(before, *to)
+        yield
+        whole = ops.wait(under_way)
+    else:
+        exact = ops.as_whole(before)
+        whole = ops.rounded(exact, codec)
+        lost = ops.take_shard([exact - whole], [0], *own, torch.float32)
+    # What is lost is zero, but behind the first step, and on other ranks than those that have saved it.
     sent = mix(whole * (decay / axis.size)) + worker
-    arrived = ops.rounded(sent, codec)
-    (total,) = ReduceScatter(axis, unit.name, codec=codec)(sent)
-    total = total + (server + lost * decay)
+    under_way = ops.reduce_scatter(sent, *to)
+    worker = sent - ops.rounded(sent, codec)
+    yield
+    total = ops.wait(under_way) + (server + lost * decay)
     value = ops.rounded(total, codec, own[0])
-    left = CodedSum(value, sent - arrived, total - value)
-    if spec.num_shards(unit) > 1:
-        return left
-    return left._replace(value=ops.as_shard(AllGather(axis, unit.name, codec=codec)(value)[0]))
+    server = total - value
+    if not cut:
+        under_way = ops.all_gather(value, *to)
+        yield
+        value = ops.as_shard(ops.wait(under_way))
+    return CodedSum(value, worker, server)
 
 
-def _whole(spec: Spec, unit: Unit, before: Tensor, codec: str) -> tuple[Tensor, Tensor]:
-    """Return (the last result on all ranks, what its signs lack of it [shard]): zeros, but behind the first steps, in
-    which it was no sum of signs yet, and on other ranks than those that it was saved by.
+def staggered(units: Sequence[Generator[None, None, T]]) -> list[T]:
+    """Return what generators return, one for each unit. While one waits, the next ones go on: each is a pause behind
+    the one before.
     """
-    axis, own = spec.within(unit), spec.own_cut(unit)
-    if spec.num_shards(unit) > 1:
-        return AllGather(axis, unit.name, codec=codec)(before)[0], before - ops.rounded(before, codec, own[0])
-    exact = ops.as_whole(before)
-    whole = ops.rounded(exact, codec)
-    return whole, ops.take_shard([exact - whole], [0], *own, torch.float32)
+    found: dict[int, T] = {}
+    under_way: list[tuple[int, Generator[None, None, T]]] = []
+    todo = iter(enumerate(units))
+    while len(found) < len(units):
+        under_way = [*([first] if (first := next(todo, None)) is not None else []), *under_way]
+        going: list[tuple[int, Generator[None, None, T]]] = []
+        for k, unit in under_way:
+            try:
+                next(unit)
+                going.append((k, unit))
+            except StopIteration as end:
+                found[k] = end.value
+        under_way = going
+    return [found[k] for k in range(len(units))]
 
 
 @lru_cache(maxsize=4096)
 def signs_of(unit: Unit) -> str:
-    """Return the codec of a unit's signs; its padding counts in no scale."""
-    stop = max((leaf.stop for leaf in unit.leaves), default=0)
-    return name_of("sign", block_in(unit.size // unit.num_shards, BLOCK), unit.size, [], stop)
+    """Return the codec of a unit's signs. Its padding counts in no scale: no checkpoint has it."""
+    ends = [0, *(x for leaf in unit.leaves for x in (leaf.offset, leaf.stop)), unit.size]
+    gaps = tuple((a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b)
+    return name_of("sign", block_in(unit.size // unit.num_shards, BLOCK), unit.size, [], gaps)
