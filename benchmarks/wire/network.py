@@ -33,7 +33,7 @@ from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.step.step import check_versions
 from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PEERS, PLAIN, ZEROFN
+from benchmarks.wire.rows import PEERS, PLAIN, SIGNS, ZEROFN
 from benchmarks.wire.staying import WARMUP_STEPS
 
 MB = 1e6
@@ -64,6 +64,8 @@ UNLIMITED = {"loopback": Link(0, 2, {2: 7, 4: 3})}
 TIME = [
     ("ZeroFn 3, int8", PLAIN, "100 Mbit/s", 0.45),
     ("ZeroFn 3, int8", PLAIN, "1 Gbit/s", 0.80),
+    (SIGNS, PLAIN, "100 Mbit/s", 0.20),
+    (SIGNS, PLAIN, "1 Gbit/s", 0.70),
     *((row, PLAIN, "10 Gbit/s", 1.05) for row, way in ZEROFN.items() if way.wire),
     ("ZeroFn 3, bf16", UNCODED, "1 Gbit/s", 1.0),
     ("ZeroFn 3, bf16", UNCODED, "10 Gbit/s", 1.02),

@@ -1,9 +1,9 @@
-"""python -m benchmarks.wire.quality: what codecs and DiLoCo cost in loss and gain in time, with the demo GPT.
+"""python -m benchmarks.wire.quality: what sending less costs in loss and gains in time, with the demo GPT.
 
-`examples/gpt.py` on two ranks: with each codec, by replicas that meet every 10 steps, and beside DDP with PowerSGD. All
-have the same seeds and tokens, so final validation losses differ in pairs. Training runs without a limit. Then steps of
-all rows run in turns at 100 Mbit/s (`links.py`), and the picture puts both together: the loss of each step at the time
-that so many steps take on that network. Without root there are losses alone. Writes JSON, and a picture beside it.
+`examples/gpt.py` on two ranks, with each codec, by 1-bit Adam and by DiLoCo, and beside DDP with PowerSGD. All have the
+same seeds and tokens, so final validation losses differ in pairs. Training runs without a limit. Then steps of all rows
+run in turns at 100 Mbit/s (`links.py`), and the picture puts both together: the loss of each step at the time that so
+many steps take on that network. Without root there are losses alone. Writes JSON, and a picture beside it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.turns import Ranks
 from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
 from benchmarks.wire.links import Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PLAIN, ZEROFN
+from benchmarks.wire.rows import PLAIN, SIGNS, ZEROFN
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -39,7 +39,7 @@ WORLD, MBITS, STEPS_OF_A_TURN = 2, 100, 3
 UNCODED, INT8 = "ZeroFn 3", "ZeroFn 3, int8"
 APART = "ZeroFn, DiLoCo 10"
 # How much worse the final validation loss may be than without them: nats per token
-WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02, APART: 0.05}
+WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02, SIGNS: 0.05, APART: 0.05}
 TRAINED = [POWER_SGD, UNCODED, *WORSE]
 ROWS = [*BESIDE, UNCODED, *WORSE]
 LIKE = {PLAIN: UNCODED}  # what is not trained here, and what has its losses: network.py compares both with one process
@@ -98,9 +98,9 @@ def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
 
 
 def over_time(run: dict[str, Any], row: str) -> Curve:
-    """(minutes at 100 Mbit/s, validation loss). PowerSGD's first steps take as long as DDP's."""
+    """(minutes at 100 Mbit/s, validation loss). Steps before `first_compressed` take as long as DDP's."""
     ms = {name: statistics.median(found) for name, found in run["ms at 100 Mbit/s"].items()}
-    whole = first_compressed(run["steps"]) if row == POWER_SGD else 0
+    whole = first_compressed(row, run["steps"])
     return [
         ((min(step, whole) * ms[PLAIN] + max(0, step - whole) * ms[row]) / 60_000, loss)
         for step, loss in losses(run, row)
@@ -159,6 +159,7 @@ DRAWN = {
     POWER_SGD: (f"DDP + PowerSGD, rank {POWER_SGD.split()[-1]}", "#1f3a6e"),
     UNCODED: ("ZeroFn, stage 3", "#e9a3ab"),
     INT8: ("ZeroFn, stage 3, int8", "#d1495b"),
+    SIGNS: ("ZeroFn, 1-bit Adam", "#e08a1e"),
     APART: ("ZeroFn, DiLoCo, met every 10 steps", "#7d1128"),
 }
 

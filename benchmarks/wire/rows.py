@@ -22,8 +22,9 @@ Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
 
 RANK_OF_MATRICES = 4  # PowerSGD's authors take 1 to 4 for language models
-FIRST_COMPRESSED = 2  # the first step that its hook takes; a run of training takes more as they are
+FIRST_COMPRESSED = 2  # the first step that its hook takes, and 1-bit Adam; a run of training takes more as they are
 PLAIN = "DDP"  # what all ratios are to
+SIGNS = "ZeroFn 0, 1-bit Adam"
 
 
 def in_ddp(module: torch.nn.Module) -> Ddp:
@@ -79,27 +80,44 @@ PEERS: dict[str, Builder] = {
 @dataclass(frozen=True)
 class Way:
     """How ZeroFn's ranks send. `wire`: what `shard` is told, a word or the arguments of a `zerofn.Wire`. `every`: after
-    how many steps ranks that train apart meet, by `zerofn.diloco`; 0 where they train together.
+    how many steps ranks that train apart meet, by `zerofn.diloco`; 0 where they train together. `signs`: whether AdamW
+    is 1-bit Adam.
     """
 
     stage: int = 3
     wire: str | dict[str, Any] | None = None
     every: int = 0
+    signs: bool = False
 
-    def applied(self, train_step: Any) -> tuple[Callable[[Any], Any], Any]:
-        """A step -> what makes its state, of the function that `zerofn.shard` takes, and the step to compile."""
+    def applied(self, train_step: Any) -> tuple[Callable[[Any, int], Any], Any]:
+        """A step -> what makes its state, and the step to compile. The former takes the function that `zerofn.shard`
+        does, and from which step on 1-bit Adam sends signs.
+        """
         import zerofn
 
         wire = zerofn.Wire(**self.wire) if isinstance(self.wire, dict) else self.wire
-        if not self.every:
-            return partial(zerofn.shard, stage=self.stage, wire=wire), train_step
-        shard = partial(zerofn.shard, stage=self.stage, mesh=zerofn.Mesh.make(replicate=dist.get_world_size()))
-        step = zerofn.diloco(train_step, every=self.every, wire=wire)
-        return lambda init: step.init(shard(init)), step
+        if self.every:
+            shard = partial(zerofn.shard, stage=self.stage, mesh=zerofn.Mesh.make(replicate=dist.get_world_size()))
+            step = zerofn.diloco(train_step, every=self.every, wire=wire)
+            return lambda init, _: step.init(shard(init)), step
+        shard = partial(zerofn.shard, stage=self.stage, wire=wire)
+        return lambda init, first: shard(partial(_by_signs, init, first) if self.signs else init), train_step
 
     def planned(self, plan: Any) -> float:
         """The bytes that a rank sends in a step, on average where ranks meet seldom."""
         return sum(plan.sent_along.values()) / self.every if self.every else plan.sent
+
+
+def _by_signs(init_state: Callable[[], Any], freeze_step: int) -> Any:
+    """A state whose AdamW, perhaps the last in a chain, has become 1-bit Adam."""
+    from zerofn import optim
+
+    state = init_state()
+    last = state.tx.about.args[-1] if state.tx.about.name == "chain" else state.tx
+    tx = optim.onebit_adam(*last.about.args[:-1], freeze_step=freeze_step)
+    if last is not state.tx:
+        tx = optim.chain(*state.tx.about.args[:-1], tx)
+    return state.replace(tx=tx, opt_state=tx.init(state.params))
 
 
 ZEROFN = {
@@ -109,6 +127,7 @@ ZEROFN = {
     "ZeroFn 3, int8": Way(wire="int8"),
     "ZeroFn 3, int4 / int8": Way(wire={"gather": "int4", "reduce": "int8"}),
     "ZeroFn 1, int8": Way(stage=1, wire="int8"),
+    SIGNS: Way(stage=0, signs=True),
     "ZeroFn, DiLoCo 10": Way(every=10),
     "ZeroFn, DiLoCo 50": Way(every=50),
 }
@@ -123,7 +142,7 @@ class Coded:
         init_state, step = train_step(work)
         begin, step = ZEROFN[name].applied(step)
         torch.manual_seed(SEED)
-        self.state, self.compiled = begin(init_state), zerofn.compile(step)
+        self.state, self.compiled = begin(init_state, FIRST_COMPRESSED), zerofn.compile(step)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         self.state, metrics = self.compiled(self.state, tokens)

@@ -68,21 +68,21 @@ class Trained:
 
     def __init__(self, row: str, options: argparse.Namespace) -> None:
         work = WORKLOADS[options.workload]
-        self.interface, self.transport, self.planned = options.interface, None, None
+        self.interface, self.transport, self.plan = options.interface, None, lambda: None
         tokens = batches(work, options.rank, options.world, NUM_BATCHES)
         self.tokens = itertools.cycle(tokens)
         if row in PEERS:
             self.train = PEERS[row](work, options.rank, options.world).step
         else:
             self.train = mine = Coded(row, work)
-            self.planned = ZEROFN[row].planned(mine.compiled.lower(mine.state, tokens[0]))
             self.transport = Transport()
+            self.plan = lambda: ZEROFN[row].planned(mine.compiled.lower(mine.state, tokens[0]))
 
     def begin(self) -> Answer:
         """The losses of the first steps, and the bytes of a step that a plan foresees."""
         losses = [float(self.train(next(self.tokens))) for _ in range(WARMUP_STEPS)]
         self._settle()
-        return {"losses": losses, "planned": self.planned}
+        return {"losses": losses, "planned": self.plan()}
 
     def step(self, num: int) -> Answer:
         """`turn` of so many steps, and the bytes of a step by the transport's own counters."""
