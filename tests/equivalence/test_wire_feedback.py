@@ -5,8 +5,12 @@ import torch
 from torch.func import functional_call
 
 import zerofn
+from benchmarks.mesh.training import trained as trained_on
 from tests.equivalence.test_wire import _gradients, _sum, in_blocks, model, rows
+from tests.equivalence.test_wire_products import trained
+from tests.support import pipe_steps
 from tests.support.same import assert_same_trees
+from tests.support.small_steps import build
 from zerofn import optim
 
 LEARNING_RATE, STEPS = 0.05, 4
@@ -192,3 +196,96 @@ def without():
 
 def test_without_it_a_state_has_nothing_of_it(ranks):
     ranks(1, without)
+
+
+def saved(folder, stage):
+    state, step = started(stage, FORMS["int4"], tx=optim.adamw(1e-2))
+    run = zerofn.compile(step)
+    for k in range(STEPS):
+        state, _ = run(state, rows(zerofn.rank(), k))
+    zerofn.save(folder, state)
+    loaded = zerofn.load(folder, like=started(stage, FORMS["int4"], tx=optim.adamw(1e-2))[0])
+    assert_same_trees(zerofn.unshard(loaded), zerofn.unshard(state), f"stage {stage}")
+    sums = kept(state)
+    for k in range(2):
+        state, _ = run(state, rows(zerofn.rank(), k))
+        loaded, _ = run(loaded, rows(zerofn.rank(), k))
+    assert_same_trees(zerofn.unshard(loaded), zerofn.unshard(state), f"stage {stage}")
+    return sums
+
+
+def loaded(folder, stage):
+    """Also into a state without feedback, and from one."""
+    plain, _ = started(stage, None, tx=optim.adamw(1e-2))
+    without = zerofn.load(folder, like=plain)
+    zerofn.save(f"{folder}.without", without)
+    fresh = zerofn.load(f"{folder}.without", like=started(stage, FORMS["int4"], tx=optim.adamw(1e-2))[0])
+    assert without.feedback is None and not any(x.any() for x in kept(fresh).values())
+    assert_same_trees(zerofn.unshard(fresh.params), zerofn.unshard(without.params))
+    return kept(zerofn.load(folder, like=started(stage, FORMS["int4"], tx=optim.adamw(1e-2))[0]))
+
+
+def test_what_is_kept_is_saved(ranks, tmp_path):
+    for stage in (0, 2, 3):
+        folder = str(tmp_path / str(stage))
+        sums = ranks(3, saved, folder, stage)[0]
+        for size in (1, 2, 4):
+            for name, x in ranks(size, loaded, folder, 3 - stage)[0].items():
+                assert torch.allclose(x, sums[name], rtol=1e-6, atol=1e-9), (stage, size, name)
+
+
+WIRE = zerofn.Wire(gather="int4", reduce="int4", block=128, smallest=0, feedback=True)
+KINDS = {
+    "frozen": {"frozen": lambda name: name.startswith("3.")},
+    "clipped": {"tx": optim.chain(optim.clip_by_global_norm(0.1), optim.adamw(1e-2))},
+    "8-bit moments": {"tx": optim.adamw(1e-2, moments="8bit")},
+    "compiled": {"compiles": {"backend": "inductor"}},
+    "fp16": {"precision": "fp16"},
+    "microbatches": {"num_microbatches": 2},
+}
+
+
+def product(kind, folder):
+    module, options = build(4, dropout=0.1), {"wire": WIRE, **KINDS[kind]}
+    want = trained(0, module, **options)
+    for stage in (1, 2, 3):
+        assert_same_trees(trained(stage, module, **options), want, f"stage {stage}")
+    compiles = options.pop("compiles", {})
+    for remat in ("full", "auto"):
+        found = trained(3, module, compiles={**compiles, "remat": remat}, **options)
+        assert_same_trees(found, want, f"remat={remat!r}")
+    if kind != "compiled":
+        for stage, params in ((3, None), (3, "nvme"), (0, "nvme")):
+            tiers = zerofn.Offload(optimizer="nvme", params=params, path=folder)
+            found = trained(stage, module, offload=tiers, **options)
+            assert_same_trees(found, want, f"stage {stage}, {tiers}")
+
+
+@pytest.mark.part(kind=["frozen"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_what_else_a_step_has_every_stage_has_the_same_bits(ranks, tmp_path, kind):
+    ranks(2, product, kind, str(tmp_path))
+
+
+def in_stages():
+    for stage in (0, 3):
+        given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
+        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": WIRE}, **more)
+        assert_same_trees(found, want, f"stage {stage}")
+
+
+def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
+    ranks(4, in_stages)
+
+
+def on_mesh(name, sizes):
+    shards = {"precision": "bf16", "wire": WIRE}
+    want = trained_on(name, sizes, 0, shards=shards)[:2]
+    for stage in (1, 3):
+        assert_same_trees(trained_on(name, sizes, stage, shards=shards)[:2], want, f"stage {stage}")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_along_other_axes_every_stage_has_the_same_bits(ranks, axis):
+    ranks(4, on_mesh, "llama", {axis: 2, "data": 2})

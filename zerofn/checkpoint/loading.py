@@ -50,7 +50,7 @@ def load(
     World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values are
     the same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
     intervals that it needs. `like` is not changed and shares no memory with the result; a donated state will do. A
-    loss scale that the checkpoint lacks is taken from `like`.
+    loss scale, or a `feedback`, that the checkpoint lacks is taken from `like`, and one that `like` lacks is left out.
 
     `only="params"`: a key path of `like`; what is below it is read, and all else keeps the values of `like`, which no
     step may have used up then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
@@ -224,8 +224,8 @@ def _other_sizes(source: Source, parts: list[StatePart], axis: str) -> tuple[dic
 
 
 def _kept(source: Source, parts: list[StatePart], choice: _Choice, where: str) -> frozenset[str]:
-    """Return the leaves of `like` that keep their values: those not chosen, and those of a loss scale that was not
-    saved. Raises unless all other names agree.
+    """Return the leaves of `like` that keep their values: those not chosen, and those that were not saved of what a
+    state may lack. Raises unless all other names agree.
     """
     every = {leaf.name: leaf for part in parts for leaf in leaves_of(part)}
     wanted = {name: leaf for name, leaf in every.items() if choice.takes(name)}

@@ -15,6 +15,7 @@ from ..geometry.overlaps import Region, region_of, shape_in
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
 from ..sharding.storage import StorageSpec
+from ..training.feedback import Feedback
 from ..training.loss_scale import NoLossScale, StaticLossScale
 from ..tree import PyTreeSpec
 from ..util.errors import nearest
@@ -23,7 +24,7 @@ from .tensor_file import CODES
 
 @dataclass(frozen=True)
 class StatePart:
-    """A `Sharded` or a replicated leaf of a state. `optional`: it belongs to a loss scale, which a state may lack."""
+    """A `Sharded` or a replicated leaf of a state. `optional`: it belongs to what a state may lack."""
 
     name: str
     value: Any
@@ -60,8 +61,8 @@ def take_apart(state: Any, what: str) -> tuple[list[StatePart], PyTreeSpec]:
     """
     nodes, treedef = tree.flatten(state, is_leaf=is_sharded)
     names = tree.field_names(treedef)
-    scales = _loss_scales(state)
-    parts = [StatePart(n, x, n.startswith(scales)) for n, x in zip(names, nodes, strict=True)]
+    optional = _optional(state)
+    parts = [StatePart(n, x, n.startswith(optional)) for n, x in zip(names, nodes, strict=True)]
     seen: set[str] = set()
     for part in parts:
         _check_value(part, what)
@@ -138,18 +139,14 @@ def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) ->
     return f"{where} has no leaf {name!r}{more}{f'; the nearest is {near[0]!r}' if near else ''}."
 
 
-def _loss_scales(state: Any) -> tuple[str, ...]:
-    """The prefixes of the names of loss scales' leaves."""
+_OPTIONAL = StaticLossScale | NoLossScale | Feedback  # a state goes on without, or with a new one
 
-    def stop(x: Any) -> bool:
-        return is_sharded(x) or isinstance(x, StaticLossScale | NoLossScale)
 
-    nodes, treedef = tree.flatten(state, is_leaf=stop)
-    return tuple(
-        f"{n}." if n else ""
-        for n, x in zip(tree.field_names(treedef), nodes, strict=True)
-        if isinstance(x, StaticLossScale | NoLossScale)
-    )
+def _optional(state: Any) -> tuple[str, ...]:
+    """The prefixes of the names of loss scales' leaves, and of what codes have left out."""
+    nodes, treedef = tree.flatten(state, is_leaf=lambda x: is_sharded(x) or isinstance(x, _OPTIONAL))
+    names = tree.field_names(treedef)
+    return tuple(f"{n}." if n else "" for n, x in zip(names, nodes, strict=True) if isinstance(x, _OPTIONAL))
 
 
 def _check_value(part: StatePart, what: str) -> None:
