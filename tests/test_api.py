@@ -26,9 +26,10 @@ PUBLIC = {
     "scale_by_muon scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_schedule "
     "scale_by_shape scale_by_stddev scale_by_trust_ratio set_to_zero sgd sgdr_schedule trace "
     "warmup_constant_schedule warmup_cosine_decay_schedule warmup_decay_lr warmup_exponential_decay_schedule "
-    "warmup_lr About AdamState EmaState EmptyState FactoredState Fused GradientTransformation InjectHyperparamsState "
-    "LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState OneBitState ParamsEmaState "
-    "ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState TraceState",
+    "warmup_lr zero_one_adam About AdamState EmaState EmptyState FactoredState Fused GradientTransformation "
+    "InjectHyperparamsState LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState OneBitState "
+    "ParamsEmaState ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState "
+    "TraceState",
     random: "fold_in key randomness",
     collectives: "all_gather all_reduce all_to_all broadcast mean permute psum reduce_scatter same vary Linear "
     "LinearMap",

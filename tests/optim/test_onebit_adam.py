@@ -74,20 +74,20 @@ def by_torch(size, steps=STEPS, **options):
         return found
 
     def optimizer(place):
-        given = {"rate": RATE, "decay": DECAY, "freeze_step": FREEZE, **options}
+        given = {"rate": RATE, "decay": DECAY, "exact": lambda count: count < FREEZE, **options}
         return onebit_by_torch.OneBitAdam(place, size, **given)
 
     layout = started(3)[0].params.layout
     return onebit_by_torch.trained(model(torch.float64), layout, optimizer, gradients, steps)[:2]
 
 
-def every_stage():
+def every_stage(tx, **options):
     size = zerofn.world_size()
-    losses, params = by_torch(size)
+    losses, params = by_torch(size, **options)
     reference = None
     for stage in range(4):
         for captured in (True, False):
-            state, step = started(stage)
+            state, step = started(stage, tx)
             found, state = trained(state, zerofn.compile(step) if captured else step)
             now = {
                 "losses": torch.stack(found),
@@ -106,7 +106,19 @@ def every_stage():
 @pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_stage_has_the_bits_of_stage_0_and_the_values_of_the_paper(ranks, size):
-    ranks(size, every_stage)
+    ranks(size, every_stage, None)
+
+
+def zero_one():
+    """With an exact step behind 0, 1, 2, 4 and 6 updates, and none from 6 on."""
+    tx = optim.zero_one_adam(RATE, weight_decay=DECAY, var_freeze_step=6, var_update_scaler=2)
+    every_stage(tx, exact=lambda count: count in (0, 1, 2, 4))
+
+
+@pytest.mark.part(size=[2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_zero_one_adam_updates_its_variance_ever_more_rarely(ranks, size):
+    ranks(size, zero_one)
 
 
 def warm_up():
@@ -175,7 +187,7 @@ def clipped(most):
         return [(loss, [g * factors[-1] for g in gs]) for loss, gs in found]
 
     def optimizer(place):
-        return onebit_by_torch.OneBitAdam(place, zerofn.world_size(), RATE, FREEZE, decay=DECAY)
+        return onebit_by_torch.OneBitAdam(place, zerofn.world_size(), RATE, lambda count: count < FREEZE, decay=DECAY)
 
     layout = started(3)[0].params.layout
     wanted, _, _ = onebit_by_torch.trained(model(torch.float64), layout, optimizer, gradients, STEPS)

@@ -48,7 +48,8 @@ def signs(x: Tensor, place: Place) -> Tensor:
 
 @dataclass
 class OneBitAdam:
-    """Algorithm 1 of Tang et al. 2021 for a flat buffer, with a warm-up of Adam, bias correction and decoupled decay.
+    """Algorithm 1 of Tang et al. 2021 for a flat buffer, with a warm-up of Adam, bias correction and decoupled decay;
+    with other exact steps that of Lu et al. 2022, if all workers meet in every step.
 
     Workers' parts are divided by their number before they are compressed, so that the server adds them.
     """
@@ -56,7 +57,7 @@ class OneBitAdam:
     place: Place
     num: int
     rate: float
-    freeze_step: int
+    exact: Callable[[int], bool]  # whether the step behind so many updates sends gradients as they are
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -68,21 +69,22 @@ class OneBitAdam:
         """The next parameters, of the gradients of workers, each of its own mean loss."""
         if not self.values:
             zeros = torch.zeros_like(x)
-            self.values = {"m": zeros, "v": zeros, "server": zeros, "workers": [zeros] * self.num}
+            self.values = {"m": zeros, "v": zeros, "server": zeros, "workers": [zeros] * self.num, "updates of v": 0}
         now, place = self.values, self.place
         self.count += 1
-        if self.count <= self.freeze_step:
+        if self.exact(self.count - 1):
+            now["updates of v"] += 1
             g = sum(gradients) / self.num
             now["m"] = self.b1 * now["m"] + (1 - self.b1) * g
             now["v"] = self.b2 * now["v"] + (1 - self.b2) * g * g
         else:
-            if self.count == self.freeze_step + 1 and self.num > 1:  # all ranks go on from its signs
+            if self.num > 1:  # all go on from signs, as they are but behind an exact step
                 coded = signs(now["m"], place)
-                now["server"] = self.b1 * (now["m"] - coded)
+                now["server"] = now["server"] + self.b1 * (now["m"] - coded)
                 now["m"] = coded
             self._compressed(gradients)
         m = now["m"] / (1 - self.b1**self.count)
-        v = now["v"] / (1 - self.b2 ** min(self.count, self.freeze_step))
+        v = now["v"] / (1 - self.b2 ** now["updates of v"])
         update = torch.where(now["v"] > 0, m / (v.sqrt() + self.eps), 0.0)
         return x - self.rate * (update + self.decay * x)
 

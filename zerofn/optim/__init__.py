@@ -55,6 +55,7 @@ from .warmup import (
     warmup_exponential_decay_schedule,
     warmup_lr,
 )
+from .zero_one_adam import zero_one_adam
 
 __all__ = [
     "adafactor",
@@ -113,6 +114,7 @@ __all__ = [
     "warmup_decay_lr",
     "warmup_exponential_decay_schedule",
     "warmup_lr",
+    "zero_one_adam",
     "About",
     "AdamState",
     "EmaState",

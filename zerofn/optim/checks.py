@@ -34,6 +34,14 @@ def number(
             raise ValueError(f"{where}: {name} must be a number, got {value!r}.")
 
 
+def count(where: str, low: int, **values: Any) -> None:
+    """Raise `TypeError` unless all `values` are numbers, `ValueError` unless they are whole and at least `low`."""
+    number(where, low, **values)
+    for name, value in values.items():
+        if int(value) != value:
+            raise ValueError(f"{where}: {name}={value!r} is a number of updates; write {int(value)}.")
+
+
 def learning_rate(where: str, value: Any) -> None:
     """Raise unless `value` is a schedule or a number that is not negative."""
     if not callable(value):

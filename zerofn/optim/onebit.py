@@ -17,7 +17,6 @@ from .. import tree
 from ..sharding.coded_sums import check_ranks
 from ..sharding.rank_entries import wide, zeros_in_shards, zeros_of_ranks
 from ..sharding.sharded import Sharded, is_sharded
-from . import checks
 from .base import count_zero
 from .phases import CODED, EXACT, Phase, PhasedState
 
@@ -70,13 +69,6 @@ def _map_nodes(params: Any, make: Callable[[Any], Any]) -> Any:
 def phase_at(freeze_step: int) -> Callable[[int], Phase]:
     """Return the kinds of steps of an optimizer that sends codes from a step on."""
     return lambda count: Phase(EXACT, freeze_step - count) if count < freeze_step else Phase(CODED)
-
-
-def check_freeze_step(where: str, freeze_step: Any) -> None:
-    """Raise `TypeError` or `ValueError` unless it is a number of updates, at least 1."""
-    checks.number(where, 1, freeze_step=freeze_step)
-    if int(freeze_step) != freeze_step:
-        raise ValueError(f"{where}: freeze_step={freeze_step!r} is a number of updates; write {int(freeze_step)}.")
 
 
 def is_coded(p: Any) -> bool:

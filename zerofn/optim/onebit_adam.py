@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants, LeafScale
-from .onebit import OneBitState, check_freeze_step, check_gradients, initial, is_coded, phase_at, put_back
-from .phases import EXACT
+from .onebit import OneBitState, check_gradients, initial, is_coded, phase_at, put_back
+from .phases import EXACT, Phase
 from .scale_by_adam import AdamState
 from .torch_optimizers import told
 
@@ -70,23 +70,39 @@ def onebit_adam(
     >>> optim.onebit_adam(1e-3, freeze_step=1000)
     onebit_adam(0.001, 0.9, 0.999, 1e-08, 0.0, None, None, 1000)
     """
-    name = "onebit_adam"
-    check_freeze_step(name, freeze_step)
-    exact = adamw(learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)
-    rule = _Rule(name, learning_rate, b1, b2, eps, LeafConstants(weight_decay, mask, lr_scale), exact)
-    args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, freeze_step)
-    about = About(name, args, exact.about.label, exact.about.learning_rate, phase_at(freeze_step))
+    checks.count("onebit_adam", 1, freeze_step=freeze_step)
+    how = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)
+    return adam_of_signs("onebit_adam", how, (freeze_step,), phase_at(freeze_step), warms_up=True)
+
+
+def adam_of_signs(
+    name: str, how: tuple[Any, ...], more: tuple[Any, ...], phase: Callable[[int], Phase], *, warms_up: bool
+) -> GradientTransformation:
+    """Return AdamW whose momentum is sent as signs in some steps. `how`: the arguments of `adamw`; `more`: others of
+    `name`. `phase`: the kind of step behind so many updates. `warms_up`: whether no exact step comes behind another.
+    """
+    learning_rate, b1, b2, eps, weight_decay, mask, lr_scale = how
+    exact = adamw(*how)
+    constants = LeafConstants(weight_decay, mask, lr_scale)
+    rule = _Rule(name, learning_rate, (b1, b2, eps), constants, exact, warms_up)
+    about = About(name, (*how, *more), exact.about.label, exact.about.learning_rate, phase)
     return GradientTransformation(initial, rule.update, about, masks_of(name, mask), Fused(rule.apply, by_runs=True))
 
 
 class _Rule:
-    """The steps of both kinds. `exact`: `adamw` with the same hyperparameters."""
+    """The steps of both kinds. `averages`: b1, b2 and eps. `exact`: `adamw` with the same hyperparameters."""
 
     def __init__(
-        self, name: str, rate: ScalarOrSchedule, b1: float, b2: float, eps: float, constants: LeafConstants, exact: Any
+        self,
+        name: str,
+        rate: ScalarOrSchedule,
+        averages: tuple[float, float, float],
+        constants: LeafConstants,
+        exact: GradientTransformation,
+        warms_up: bool,
     ) -> None:
-        self._name, self._rate, self._b1, self._b2, self._eps = name, rate, b1, b2, eps
-        self._constants, self._exact = constants, exact
+        self._name, self._rate, self._constants, self._exact, self._warms_up = name, rate, constants, exact, warms_up
+        self._b1, self._b2, self._eps = averages
 
     def update(self, grads: Any, state: OneBitState, params: Any = None) -> tuple[Any, OneBitState]:
         """Return what a step adds to the parameters."""
@@ -98,26 +114,29 @@ class _Rule:
         self, grads: Any, state: OneBitState, params: Any, factor: Tensor | None, finite: Tensor | None
     ) -> tuple[Any, OneBitState]:
         """Take a step, with the semantics of `Apply`."""
-        if state.phase == EXACT:
-            assert self._exact.fused is not None
+        exact, one = state.phase == EXACT, 1 if finite is None else finite
+        if exact and self._warms_up:  # then all updates so far were of this kind
+            assert self._exact.fused is not None and self._exact.fused.apply is not None
             before = AdamState(state.count, state.mu, state.nu)
             params, after = self._exact.fused.apply(grads, before, params, factor, finite)
             return params, replace(state, count=after.count, nu_count=after.count, mu=after.mu, nu=after.nu)
-        check_gradients(self._name, params, grads)
+        if not exact:
+            check_gradients(self._name, params, grads)
+        nu_count = state.nu_count + one if exact else state.nu_count
         errors = (state.worker_error, state.server_error)
         trees = (params, state.mu, state.nu, scaled(grads, factor), *errors, *self._constants.over(params))
         nodes = zip(*(tree.leaves(x, is_leaf=is_sharded) for x in trees), strict=True)
-        now = self._now(state, finite)
+        now = self._now(state, exact, finite)
         found = staggered([each for node in nodes for each in self._units(node, now)])
-        columns = zip(*found, strict=True) if found else [()] * 4
-        likes = (params, state.mu, *errors)
-        params, mu, worker, server = (put_back(x, iter(column)) for x, column in zip(likes, columns, strict=True))
-        count = state.count + (1 if finite is None else finite)
-        return params, replace(state, count=count, mu=mu, worker_error=worker, server_error=server)
+        columns = zip(*found, strict=True) if found else [()] * 5
+        likes = (params, state.mu, state.nu, *errors)
+        params, mu, nu, worker, server = (put_back(x, iter(column)) for x, column in zip(likes, columns, strict=True))
+        return params, OneBitState(state.count + one, nu_count, mu, nu, worker, server, state.phase)
 
-    def _now(self, state: OneBitState, finite: Tensor | None) -> _Now:
+    def _now(self, state: OneBitState, exact: bool, finite: Tensor | None) -> _Now:
         first = 1 - self._b1 ** (state.count + 1).double()
-        return _Now(rate_at(self._rate, state.count), first, 1 - self._b2 ** state.nu_count.double(), finite)
+        second = 1 - self._b2 ** (state.nu_count + exact).double()
+        return _Now(exact, rate_at(self._rate, state.count), first, second, finite)
 
     def _units(self, node: Sequence[Any], now: _Now) -> Iterator[Generator[None, None, list[Tensor]]]:
         """Yield what updates each unit of a node, or a plain leaf."""
@@ -127,23 +146,26 @@ class _Rule:
             return
         units = zip(p.layout.units, *(x.shards for x in node), strict=True)
         for unit, *columns in units:
-            here = _Place(p.spec, unit) if is_coded(p) and unit.size else None
+            here = _Place(p.spec, unit) if is_coded(p) and unit.size and not now.exact else None
             yield self._unit(here, tuple(columns), now)
 
     def _unit(self, place: _Place | None, columns: tuple[Any, ...], now: _Now) -> Generator[None, None, list[Tensor]]:
-        """Return the next parameters, momentum and errors of a unit."""
+        """Return the next parameters, averages and errors of a unit."""
         p, m, v, g, worker, server, decay, scale = columns
+        old = (p, m, v, worker, server)
+        if now.exact:
+            v = (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype)
         if place is None:
             moved = CodedSum((m + (1 - self._b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
         else:
             mix = lambda decayed: decayed + g.float() * (1 - self._b1)  # noqa: E731
             given = (m.float(), worker.float(), server.float())
             found = yield from coded_sum(*place, *given, decay=self._b1, mix=mix)
-            moved = CodedSum(*[x.to(old.dtype) for x, old in zip(found, (m, worker, server), strict=True)])
+            moved = CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
         direction = moved.value / now.first.to(m.dtype) / ((v / now.second.to(v.dtype)).sqrt() + self._eps)
         direction = torch.where(v > 0, direction, 0.0)
         fresh = (p - now.rate * scale * (direction + decay * p)).to(p.dtype)
-        return unless_skipped(now.finite, [fresh, *moved], [p, m, worker, server])
+        return unless_skipped(now.finite, [fresh, moved.value, v, moved.worker, moved.server], [*old])
 
 
 class _Place(NamedTuple):
@@ -154,8 +176,11 @@ class _Place(NamedTuple):
 
 
 class _Now(NamedTuple):
-    """What all units of a step have in common. `first`, `second`: by which averages are divided to correct them."""
+    """What all units of a step have in common. `exact`: gradients are sums already, and the variance is updated.
+    `first`, `second`: by which averages are divided to correct them.
+    """
 
+    exact: bool
     rate: float | Tensor
     first: Tensor
     second: Tensor

@@ -66,6 +66,11 @@ class Wire:
         check_fields(self)
         reduces = GATHERS if self.feedback else REDUCES
         for what, form, known in (("gather", self.gather, GATHERS), ("reduce", self.reduce, reduces)):
+            if form == "sign":
+                raise ValueError(
+                    f"zerofn.Wire: {what}='sign' would lose what signs leave out: an optimizer has to add it to what "
+                    "is sent next; write tx=zerofn.optim.onebit_adam(learning_rate, freeze_step=...)."
+                )
             if form is not None and form not in known:
                 near = "'int8'" if form == "int4" else repr(nearest(form, known, 1, 0.0)[0])
                 why = (

@@ -136,6 +136,11 @@ def _check_arguments(outer: Any, every: int, fragments: int, tau: int, mix: Any)
             f"diloco: outer must be a zerofn.optim.GradientTransformation such as optim.sgd(0.7, momentum=0.9, "
             f"nesterov=True), got {told(outer)}."
         )
+    if outer is not None and outer.about.phase is not None:
+        raise ValueError(
+            f"diloco: outer={outer!r} adds gradients over ranks itself, and the mean of differences is one gradient of "
+            "all; write outer=optim.sgd(0.7, momentum=0.9, nesterov=True), and wire= for codes."
+        )
     if every < 1:
         raise ValueError(f"diloco: every={every} inner steps are none; write every=100, for example.")
     if not 1 <= fragments <= every:
@@ -256,6 +261,11 @@ class Diloco:
         if params.spec.partition.again:
             raise ValueError(
                 "diloco: with hpz=True replicas share one state, and here each has its own; leave hpz out."
+            )
+        if any(is_sharded(x) and x.spec.of_ranks for x in leaves):
+            raise NotImplementedError(
+                "diloco: the inner optimizer adds gradients over ranks itself, those of all replicas; write "
+                "tx=optim.adamw(...) inside, and diloco(wire='int8') for fewer bytes between replicas."
             )
         num = sum(unit.trainable for unit in params.layout.units)
         if num < self.fragments:
