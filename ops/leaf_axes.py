@@ -215,3 +215,18 @@ define(
     ),
     traits=Traits(OnShard.MAKES, cuts=True),
 )
+
+
+def add_part(whole: Tensor, part: Tensor, start: int) -> Tensor:
+    """whole [size], part [n] -> whole, with `part` added to its elements [start, start + n)."""
+    out = whole.clone()
+    out[start : start + part.numel()] += part
+    return out
+
+
+define(
+    "add_part(Tensor whole, Tensor part, int start) -> Tensor",
+    add_part,
+    lambda whole, part, start: whole.new_empty(whole.shape),
+    traits=Traits(OnShard.LEAVES),
+)

@@ -289,3 +289,106 @@ def on_mesh(name, sizes):
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_along_other_axes_every_stage_has_the_same_bits(ranks, axis):
     ranks(4, on_mesh, "llama", {axis: 2, "data": 2})
+
+
+def over_replicas(axes):
+    """Sums along `data` are coded once more along `replicate`: what that leaves out a rank keeps in its own part."""
+    mesh, code = zerofn.Mesh.make(replicate=2, data=2), in_blocks("int8", 128, 100)
+    wire = dict.fromkeys(axes, INT8) if axes else INT8
+    net, spec = model(), started(3, INT8, mesh=mesh)[0].params.spec
+    names = [name for name, _ in net.named_parameters()]
+    parts = [part_of(spec, names, rank) for rank in range(2)]
+    errors = [[torch.zeros_like(p) for p in net.parameters()] for _ in range(4)]
+    for step in range(STEPS):
+        sent = [
+            [g + e for g, e in zip(_gradients(net, rows(rank, step), 4)[1], errors[rank], strict=True)]
+            for rank in range(4)
+        ]
+        near = [code(xs) if not axes or "data" in axes else xs for xs in sent]
+        errors = [[x - y for x, y in zip(*pair, strict=True)] for pair in zip(sent, near, strict=True)]
+        along = [[_sum(x) for x in zip(*near[k : k + 2], strict=True)] for k in (0, 2)]
+        far = [code(xs) if not axes or "replicate" in axes else xs for xs in along]
+        for rank in range(4):
+            lost = [x - y for x, y in zip(along[rank // 2], far[rank // 2], strict=True)]
+            errors[rank] = [
+                torch.where(mine, e + x, e) for mine, e, x in zip(parts[rank % 2], errors[rank], lost, strict=True)
+            ]
+        for p, g in zip(net.parameters(), [_sum(x) for x in zip(*far, strict=True)], strict=True):
+            p.grad = g
+        torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
+    want = {k: p.detach() for k, p in net.named_parameters()}
+    left = {name: torch.stack(x) for name, x in zip(names, zip(*errors, strict=True), strict=True)}
+    place = mesh.axis("replicate").rank * 2 + mesh.axis("data").rank
+    for stage, hpz in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+        state, step = started(stage, wire, mesh=mesh, hpz=hpz)
+        run = zerofn.compile(step)
+        for k in range(STEPS):
+            state, _ = run(state, rows(place, k))
+        assert_same_trees(zerofn.unshard(state.params), want, f"stage {stage}, hpz {hpz}")
+        assert_same_trees(zerofn.unshard(state.feedback.errors), left, f"stage {stage}, hpz {hpz}")
+
+
+def part_of(spec, names, rank):
+    """Whether elements of the parameters are of the part that a rank along `data` adds: half of each unit."""
+    found = {}
+    for unit in spec.layout.units:
+        mine = torch.arange(unit.size) // (unit.size // 2) == rank
+        found |= {leaf.name: mine[leaf.offset : leaf.stop].view(leaf.whole) for leaf in unit.leaves}
+    return [found[name] for name in names]
+
+
+@pytest.mark.part(axes=[()])
+@pytest.mark.parametrize("axes", [(), ("replicate",), ("data",)], ids=str)
+def test_replicas_and_hpz(ranks, axes):
+    ranks(4, over_replicas, axes)
+
+
+def fitted(wire, most):
+    """How far numbers are from those that they are fitted to, beside one whose gradient is noise, `most` times as large
+    as theirs.
+    """
+    target = torch.linspace(-1.0, 1.0, 128)
+
+    def loss_fn(params, noise):
+        return (params["w"] - target).square().sum() / 2 + noise * params["w"][0]
+
+    def step(state, noise):
+        loss, grads = state.value_and_grad(loss_fn)(noise)
+        return state.apply_gradients(grads), loss
+
+    init = zerofn.TrainState.create(params={"w": torch.zeros(128)}, tx=optim.sgd(LEARNING_RATE))
+    state, run = zerofn.shard(init, wire=wire), zerofn.compile(step)
+    for k in range(200):
+        state, _ = run(state, torch.tensor(most * (-1.0) ** k))
+    return (zerofn.unshard(state.params)["w"] - target)[1:].abs().mean().item()
+
+
+def learned():
+    int8, int4 = ({"reduce": form, "block": 128, "smallest": 0} for form in ("int8", "int4"))
+    wires = (None, zerofn.Wire(**int8), zerofn.Wire(**int8, rounding="stochastic"), zerofn.Wire(**int8, feedback=True))
+    return [fitted(x, 500.0) for x in wires] + [fitted(zerofn.Wire(**int4, feedback=True), 28.0)]
+
+
+def test_what_codes_are_too_coarse_for_is_learned_with_feedback_or_by_drawn_codes(ranks):
+    """500 / 127 is the step of int8: gradients of at most 1 never arrive as the nearest codes."""
+    exact, nearest, drawn, fed_back, in_4_bits = ranks(2, learned)[0]
+    assert exact < 1e-3 and nearest > 0.49
+    assert drawn < 0.1 and fed_back < 0.1 and in_4_bits < 0.1
+
+
+def long_run(wire):
+    """What ranks compute with, and what they store together, after 50 steps: digests."""
+    state, step = started(3, wire, 2, tx=optim.adamw(1e-3))
+    run = zerofn.compile(step)
+    for k in range(50):
+        state, _ = run(state, rows(zerofn.rank(), k))
+    trees = (zerofn.gather(state.params), zerofn.unshard(state.params), zerofn.unshard(state.feedback))
+    return [x.view(torch.int32).double().sum().item() for x in zerofn.tree.leaves(trees)]
+
+
+@pytest.mark.parametrize(
+    "wire", [FORMS["fp8"], zerofn.Wire("int4", "int8", smallest=0, rounding="stochastic")], ids=str
+)
+def test_ranks_are_equal_after_50_steps(ranks, wire):
+    found = ranks(3, long_run, wire)
+    assert found[1:] == found[:1] * 2

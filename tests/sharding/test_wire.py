@@ -91,13 +91,12 @@ def test_axes_of_one_transfer_have_one_form():
     assert along(given({"replicate": "int8"}), Axis("data", 2)) is None
 
 
-def test_what_is_left_out_has_a_place_in_a_state_along_axes_of_shards():
+def test_what_is_left_out_has_a_place_in_a_state():
     wire = Wire(reduce="int4", feedback=True)
     with pytest.raises(ValueError, match="keeps what codes leave out of gradients in the state, and a zerofn.TrainSta"):
         zerofn.shard(STATE, wire=wire)
-    for other in ("replicate", "expert"):
-        with pytest.raises(NotImplementedError, match=f"along 'data' and 'context', and the mesh has {other}=2, too"):
-            Partition.zero(Mesh.planned({"data": 2, other: 2}), 3, wire=wire)
+    with pytest.raises(NotImplementedError, match="leave out of units of layers, and the mesh has expert=2 with units"):
+        Partition.zero(Mesh.planned({"data": 2, "expert": 2}), 3, wire=wire)
 
 
 def test_gathers_have_one_form():

@@ -194,10 +194,10 @@ def _check_hpz(mesh: Mesh, stage: int, hpz: Any) -> bool:
 def _check_feedback(mesh: Mesh, precision: Precision) -> None:
     """Raise `NotImplementedError` where what codes leave out is not kept yet."""
     for axis in mesh.axes:
-        if axis.size > 1 and (axis.kind.experts or axis.kind.replicas) and precision.feeds_back:
+        if axis.size > 1 and axis.kind.experts and precision.feeds_back:
             raise NotImplementedError(
-                f"shard: feedback=True keeps what codes leave out along 'data' and 'context', and the mesh has "
-                f"{axis.name}={axis.size}, too; leave feedback out, or that axis."
+                f"shard: feedback=True keeps what codes leave out of units of layers, and the mesh has {axis.name}="
+                f"{axis.size} with units of experts, too; leave feedback out, or that axis."
             )
 
 

@@ -96,34 +96,51 @@ def own_sum(spec: Spec, unit: Unit, flat: Tensor, drawn: Drawn | None = None) ->
     less of it. Sums of such parts may be added before `stored_sum` makes what is stored of them. `drawn`: for axes
     along which codes are; without it they are the nearest.
     """
-    axis, replicas = spec.within(unit), spec.mesh.replicas
-    if axis.size > 1:
-        shard = _by_row(_reduction(spec, unit, flat, axis, drawn=drawn), flat)
-    else:
-        shard = ops.as_shard(flat, axis.name)
-    if replicas.size > 1:  # an all-reduce, in two steps that are started apart; its first half where they are cut, too
-        shard = _by_row(_reduction(spec, unit, shard, replicas, drawn=drawn), shard)
-    return shard
+    part = _along_shards(spec, unit, flat, drawn)
+    if spec.mesh.replicas.size > 1:  # an all-reduce, in two steps that are started apart
+        part = _along(spec, unit, part, spec.mesh.replicas, drawn=drawn)
+    return part
 
 
 def fed_back(spec: Spec, unit: Unit, flat: Tensor, error: Tensor, *, by: Tensor | None) -> tuple[Tensor, Tensor]:
     """flat, error [size] on each rank -> (what `own_sum` returns of flat + error * by, what codes leave out of that,
     over `by`). `by`: what the sum is divided by later, None for 1. Where codes are not fed back the error stays.
+
+    Sums that are coded once more along `replicate` leave out something of this rank's part of the unit. It is kept in
+    the same place, since whatever a rank sends later is added to the same sum.
     """
-    axis = spec.within(unit)
-    if not spec.feeds_back(unit, flat.dtype, axis):
+    axis, replicas = spec.within(unit), spec.mesh.replicas
+    first, second = (spec.feeds_back(unit, flat.dtype, x) for x in (axis, replicas))
+    if not first and not second:
         return own_sum(spec, unit, flat), error
     sent = flat.to(error.dtype) + (error if by is None else error * by)
-    left = sent - ops.rounded(sent, spec.reduces_as(unit, sent.dtype, axis))
-    return own_sum(spec, unit, sent).to(flat.dtype), left if by is None else left / by
+    left = _lost(spec, unit, sent, axis) if first else torch.zeros_like(sent)
+    part = _along_shards(spec, unit, sent, None)
+    if replicas.size > 1:
+        if second:  # what codes of its part leave out, this rank sends as its own the next time
+            left = ops.add_part(left, _lost(spec, unit, part, replicas), spec.start_of(unit, replicas))
+        part = _along(spec, unit, part, replicas, drawn=None)
+    return part.to(flat.dtype), left if by is None else left / by
 
 
-def _reduction(spec: Spec, unit: Unit, x: Tensor, axis: Axis, *, drawn: Drawn | None) -> ReduceScatter:
+def _lost(spec: Spec, unit: Unit, x: Tensor, axis: Axis) -> Tensor:
+    """Return what codes leave out of what is sent along an axis."""
+    return x - ops.rounded(x, spec.reduces_as(unit, x.dtype, axis), spec.start_of(unit, axis))
+
+
+def _along_shards(spec: Spec, unit: Unit, flat: Tensor, drawn: Drawn | None) -> Tensor:
+    """Return the part of the sum over the ranks that a unit is cut over first."""
+    axis = spec.within(unit)
+    return _along(spec, unit, flat, axis, drawn=drawn) if axis.size > 1 else ops.as_shard(flat, axis.name)
+
+
+def _along(spec: Spec, unit: Unit, x: Tensor, axis: Axis, *, drawn: Drawn | None) -> Tensor:
+    """x [..., size * s] -> [..., s]: this rank's part of the sum over an axis."""
     codec, start = spec.reduces_as(unit, x.dtype, axis), spec.start_of(unit, axis)
-    if drawn is None or not spec.precision.draws_along(axis):
-        return ReduceScatter(axis, unit.name, codec=codec, start=start)
-    number = 2 * drawn.unit + (axis != spec.within(unit))
-    return ReduceScatter(axis, unit.name, codec=codec, start=start, key=drawn.key, number=number)
+    op = ReduceScatter(axis, unit.name, codec=codec, start=start)
+    if drawn is not None and spec.precision.draws_along(axis):
+        op = replace(op, key=drawn.key, number=2 * drawn.unit + (axis != spec.within(unit)))
+    return _by_row(op, x)
 
 
 def stored_sum(spec: Spec, unit: Unit, part: Tensor) -> Tensor:
