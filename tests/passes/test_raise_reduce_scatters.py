@@ -120,3 +120,16 @@ def bit_equal():
 
 def test_values_stay(ranks):
     ranks(2, bit_equal)
+
+
+def test_what_is_fed_back_moves_along():
+    """The sum with what was left out before, and what is left out now, stand around their transfer."""
+    gm = lowered(*SCHEDULE, num_layers=4, wire=zerofn.Wire(reduce="int8", smallest=0, feedback=True))
+    nodes, where = list(gm.graph.nodes), positions(gm.graph)
+    starts = scatters(gm)
+    backward = max(where[n] for n in nodes if n.target in (aten.mm.default, aten.mm.out))
+    assert len(starts) == 4 and sum(where[s] < backward for s in starts) >= 3
+    for start in starts:
+        sent = start.args[0]
+        (rounded,) = [n for n in sent.users if n.target is ops.rounded.default]
+        assert sent.target is aten.add.Tensor and where[rounded] == where[start] + 1

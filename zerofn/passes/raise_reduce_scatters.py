@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -24,7 +24,7 @@ def raise_reduce_scatters(gm: GraphModule, context: Context) -> None:
     overlaps the rest of the backward pass; capture leaves all reduce-scatters at its end. On a mesh with replicas, what
     was reduced among some ranks is then reduced across the others, and gathered across them again: each of these
     transfers starts behind the wait for the one before, and is waited for as late. What was reduced in several parts is
-    added up behind the waits.
+    added up behind the waits. With error feedback, what is added before and left out behind moves along.
     """
     graph = gm.graph
     first = [node for node in graph.nodes if node.target is ops.ravel.default or is_scatter(node)]
@@ -40,8 +40,10 @@ def _raise(graph: Graph, nodes: Sequence[Node]) -> None:
     """Move transfers, and the copies into buckets, up with what prepares them, and waits for transfers down."""
     flats: dict[Node, None] = {}
     for node in nodes:
-        flats.update(_preparation(node))
+        fed_back = _fed_back(node)
+        flats.update(_preparation(node, fed_back))
         flats[node] = None
+        flats.update(fed_back)
     where = positions(graph)
     raise_up(graph, sorted(flats, key=where.__getitem__))
     where = positions(graph)
@@ -66,13 +68,28 @@ def _reduced_by(node: Node) -> Node | None:
     return None
 
 
-def _preparation(node: Node) -> dict[Node, None]:
-    """Return the chain of views, casts and scalings between a ravel and its reduce-scatter."""
+def _fed_back(start: Node) -> dict[Node, None]:
+    """Return what is added to what a reduce-scatter sends, of what was left out before, and what is left out now."""
+    sent = start.all_input_nodes[0]
+    rounded = [x for x in sent.users if x.target is ops.rounded.default]
+    if not is_scatter(start) or sent.target is not aten.add.Tensor or not rounded:
+        return {}
+    scaled = [x for x in sent.all_input_nodes[1:] if x.target is aten.mul.Tensor]
+    left = [x for node in rounded for x in node.users if x.target is aten.sub.Tensor]
+    return dict.fromkeys([*scaled, *rounded, *left])
+
+
+def _preparation(node: Node, fed_back: Mapping[Node, None]) -> dict[Node, None]:
+    """Return the chain of views, casts and scalings between a ravel and its reduce-scatter, and the sum with what was
+    left out before.
+    """
     out: dict[Node, None] = {}
+    sent = node.all_input_nodes[0] if fed_back else None
     while node.all_input_nodes:
         node = node.all_input_nodes[0]
         waits = start_of(node) is not None  # a wait counts as a view, and is to stay late
-        if waits or not (is_view(node) or _prepares(node)) or len(node.users) > 1:
+        prepares = node is sent or (is_view(node) or _prepares(node)) and len(node.users) == 1
+        if waits or not prepares:
             break
         out = {node: None, **out}
         if node.target is ops.ravel.default:

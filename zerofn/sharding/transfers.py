@@ -114,8 +114,8 @@ def fed_back(spec: Spec, unit: Unit, flat: Tensor, error: Tensor, *, by: Tensor 
     if not first and not second:
         return own_sum(spec, unit, flat), error
     sent = flat.to(error.dtype) + (error if by is None else error * by)
-    left = _lost(spec, unit, sent, axis) if first else torch.zeros_like(sent)
     part = _along_shards(spec, unit, sent, None)
+    left = _lost(spec, unit, sent, axis) if first else torch.zeros_like(sent)
     if replicas.size > 1:
         if second:  # what codes of its part leave out, this rank sends as its own the next time
             left = ops.add_part(left, _lost(spec, unit, part, replicas), spec.start_of(unit, replicas))
