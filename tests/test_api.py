@@ -19,17 +19,17 @@ PUBLIC = {
     "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState Wire",
     optim: "adafactor adagrad adam adamw adaptive_grad_clip add_decayed_weights apply_updates chain clip "
-    "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule "
-    "ema exponential_decay from_functions identity inject_hyperparams join_schedules lamb linear_schedule "
-    "lion lookahead masked multi_transform muon nadamw onebit_adam params_ema piecewise_constant_schedule "
+    "clip_by_block_rms clip_by_global_norm constant_schedule cosine_decay_schedule cosine_onecycle_schedule ema "
+    "exponential_decay from_functions identity inject_hyperparams join_schedules lamb linear_schedule lion "
+    "lookahead masked multi_transform muon nadamw onebit_adam onebit_lamb params_ema piecewise_constant_schedule "
     "polynomial_schedule radam rmsprop scale scale_by_adam scale_by_factored_rms scale_by_learning_rate "
     "scale_by_muon scale_by_param_block_rms scale_by_radam scale_by_rms scale_by_rss scale_by_schedule "
     "scale_by_shape scale_by_stddev scale_by_trust_ratio set_to_zero sgd sgdr_schedule trace "
     "warmup_constant_schedule warmup_cosine_decay_schedule warmup_decay_lr warmup_exponential_decay_schedule "
     "warmup_lr zero_one_adam About AdamState EmaState EmptyState FactoredState Fused GradientTransformation "
-    "InjectHyperparamsState LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState OneBitState "
-    "ParamsEmaState ScaleByRStdDevState ScaleByRmsState ScaleByRssState ScaleByScheduleState Schedule SgdState "
-    "TraceState",
+    "InjectHyperparamsState LeafInfo LionState LookaheadState MaskedState MultiTransformState MuonState "
+    "OneBitLambState OneBitState ParamsEmaState ScaleByRStdDevState ScaleByRmsState ScaleByRssState "
+    "ScaleByScheduleState Schedule SgdState TraceState",
     random: "fold_in key randomness",
     collectives: "all_gather all_reduce all_to_all broadcast mean permute psum reduce_scatter same vary Linear "
     "LinearMap",

@@ -63,7 +63,7 @@ def trained(state, step, first=0, steps=STEPS, batch=rows):
     return losses, state
 
 
-def by_torch(size, steps=STEPS, **options):
+def by_torch(size, steps=STEPS, kind=onebit_by_torch.OneBitAdam, **options):
     """The same in float64: (losses, parameters)."""
 
     def gradients(net, k):
@@ -75,7 +75,7 @@ def by_torch(size, steps=STEPS, **options):
 
     def optimizer(place):
         given = {"rate": RATE, "decay": DECAY, "exact": lambda count: count < FREEZE, **options}
-        return onebit_by_torch.OneBitAdam(place, size, **given)
+        return kind(place, size, **given)
 
     layout = started(3)[0].params.layout
     return onebit_by_torch.trained(model(torch.float64), layout, optimizer, gradients, steps)[:2]
@@ -119,6 +119,17 @@ def zero_one():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_zero_one_adam_updates_its_variance_ever_more_rarely(ranks, size):
     ranks(size, zero_one)
+
+
+def lamb():
+    tx = optim.onebit_lamb(RATE, weight_decay=DECAY, freeze_step=FREEZE)
+    every_stage(tx, kind=onebit_by_torch.OneBitLamb)
+
+
+@pytest.mark.part(size=[2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_onebit_lamb_has_the_values_of_the_paper(ranks, size):
+    ranks(size, lamb)
 
 
 def warm_up():

@@ -123,3 +123,40 @@ def trained(
                 for name, x in each.place.leaves(each.step(each.place.flat(now), grads)).items():
                     now[name].copy_(x)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, optimizers
+
+
+@dataclass
+class OneBitLamb(OneBitAdam):
+    """Algorithm 1 of Li et al. 2021 on top, without scaled momenta."""
+
+    def step(self, x: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+        """The next parameters."""
+        exact = self.exact(self.count)
+        before = self.values.get("m", torch.zeros_like(x))
+        super().step(x, gradients)
+        now, averages = self.values, self.values.setdefault("averages", {})
+        if exact:
+            now["fresh"] = now["v"]
+        else:
+            implied = (now["m"] - self.b1 * before) / (1 - self.b1)
+            now["fresh"] = self.b2 * now["fresh"] + (1 - self.b2) * implied * implied
+        frozen = (now["v"] / (1 - self.b2 ** now["updates of v"])).sqrt() + self.eps
+        fresh = (now["fresh"] / (1 - self.b2**self.count)).sqrt() + self.eps
+        seen = now["v"] > 0
+        direction = torch.where(seen, now["m"] / (1 - self.b1**self.count) / frozen, 0.0)
+        leaves = [self.place.leaves(y) for y in (x, direction, torch.where(seen, frozen / fresh, 0.0))]
+        out = x.clone()
+        for name, (p, d, ratio) in {k: [y[k] for y in leaves] for k in leaves[0]}.items():
+            u = d + self.decay * p
+            average, last = averages.get(name, (0.0, 1.0))
+            if exact:
+                coefficient = float((p.norm() / u.norm()).clamp(0.01, 10.0))
+                averages[name] = 0.9 * average + 0.1 * coefficient, 1.0
+            else:
+                share = min(1.0, float(d.norm() / u.norm()))
+                r = min(max(float(ratio.max()) * share + 1 - share, 0.5), 4.0)
+                r = min(max(r, last * 0.9), last * 1.1)
+                averages[name] = average, r
+                coefficient = r * average / (1 - 0.9 ** now["updates of v"])
+            self.place.leaves(out)[name].sub_(self.rate * coefficient * u)
+        return out

@@ -15,10 +15,6 @@ from .deepspeed_schedules import schedule_of
 
 _IGNORED = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")  # how, not what
 _REFUSED = {
-    **dict.fromkeys(
-        ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"),
-        "DeepSpeed has removed it, and it was never valid with ZeRO; AdamW is the nearest",
-    ),
     **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "give muP's factors to optim.adamw(lr_scale=)"),
     "Muon": "its learning rates for matrices and for the rest are two; write optim.muon(...) as tx yourself",
     "Lamb": "its clamped trust ratio is not optax's; write optim.lamb(...) as tx yourself",
@@ -82,6 +78,51 @@ def _adam(decoupled: bool) -> Callable[[Section, Any, str | None], Any]:
         return optim.chain(optim.add_decayed_weights(decay), adam) if decay else adam
 
     return make
+
+
+_ONE_BIT = ("amsgrad", "bias_correction", "eps_inside_sqrt", "max_grad_norm", "cuda_aware", "comm_backend_name")
+
+
+def _one_bit(params: Section, default: float, *names: str) -> tuple[tuple[float, float, float, float], int]:
+    """Return (b1, b2, eps and weight decay, the step at which codes begin, or variance ends)."""
+    params.only("lr", "betas", "eps", "weight_decay", *_ONE_BIT, *names)
+    _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
+    _must_be(params, "eps_inside_sqrt", False, "eps stands outside of the root here")
+    _must_be(params, "max_grad_norm", 0.0, "write it as gradient_clipping")
+    b1, b2 = _betas(params, (0.9, 0.999))
+    how = (b1, b2, params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0))
+    return how, int(params.number(names[0], default, 1))
+
+
+def _onebit_adam(params: Section, rate: Any, moments: str | None) -> Any:
+    _plain_moments("OneBitAdam", moments)
+    how, freeze_step = _one_bit(params, 100_000, "freeze_step")
+    return optim.onebit_adam(rate, *how, freeze_step=freeze_step)
+
+
+def _zero_one_adam(params: Section, rate: Any, moments: str | None) -> Any:
+    _plain_moments("ZeroOneAdam", moments)
+    names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+    how, freeze_step = _one_bit(params, 100_000, *names)
+    scaler = int(params.number("var_update_scaler", 16, 1))
+    return optim.zero_one_adam(rate, *how, var_freeze_step=freeze_step, var_update_scaler=scaler)
+
+
+_OF_LAMB = {
+    "min_coeff": 0.01,
+    "max_coeff": 10.0,
+    "coeff_beta": 0.9,
+    "factor_min": 0.5,
+    "factor_max": 4.0,
+    "factor_threshold": 0.1,
+}
+
+
+def _onebit_lamb(params: Section, rate: Any, moments: str | None) -> Any:
+    _plain_moments("OneBitLamb", moments)
+    how, freeze_step = _one_bit(params, 100_000, "freeze_step", *_OF_LAMB)
+    more = {name: params.number(name, default, 0.0) for name, default in _OF_LAMB.items()}
+    return optim.onebit_lamb(rate, *how, freeze_step=freeze_step, **more)
 
 
 def _lion(params: Section, rate: Any, moments: str | None) -> Any:
@@ -148,4 +189,7 @@ _OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, str | None], Any]]] 
     "Adagrad": (1e-2, _adagrad),
     "SGD": (1e-3, _sgd),
     "RMSprop": (1e-2, _rmsprop),
+    "OneBitAdam": (1e-3, _onebit_adam),
+    "ZeroOneAdam": (1e-3, _zero_one_adam),
+    "OneBitLamb": (1e-3, _onebit_lamb),
 }

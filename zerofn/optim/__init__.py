@@ -28,6 +28,7 @@ from .muon import muon
 from .nadamw import nadamw
 from .onebit import OneBitState
 from .onebit_adam import onebit_adam
+from .onebit_lamb import OneBitLambState, onebit_lamb
 from .params_ema import ParamsEmaState, params_ema
 from .radam import radam, scale_by_radam
 from .rms import ScaleByRmsState, ScaleByRStdDevState, scale_by_rms, scale_by_stddev
@@ -87,6 +88,7 @@ __all__ = [
     "muon",
     "nadamw",
     "onebit_adam",
+    "onebit_lamb",
     "params_ema",
     "piecewise_constant_schedule",
     "polynomial_schedule",
@@ -129,6 +131,7 @@ __all__ = [
     "MaskedState",
     "MultiTransformState",
     "MuonState",
+    "OneBitLambState",
     "OneBitState",
     "ParamsEmaState",
     "ScaleByRStdDevState",

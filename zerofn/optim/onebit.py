@@ -6,17 +6,19 @@ into its part of the momentum, of which signs are sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import tree
-from ..sharding.coded_sums import check_ranks
+from ..geometry.layout import Unit
+from ..sharding.coded_sums import CodedSum, check_ranks, coded_sum
 from ..sharding.rank_entries import wide, zeros_in_shards, zeros_of_ranks
 from ..sharding.sharded import Sharded, is_sharded
+from ..sharding.spec import Spec
 from .base import count_zero
 from .phases import CODED, EXACT, Phase, PhasedState
 
@@ -71,6 +73,35 @@ def phase_at(freeze_step: int) -> Callable[[int], Phase]:
     return lambda count: Phase(EXACT, freeze_step - count) if count < freeze_step else Phase(CODED)
 
 
+class Place(NamedTuple):
+    """A unit whose sums are sent as codes."""
+
+    spec: Spec
+    unit: Unit
+
+
+def units_of(*trees: Any) -> Iterator[tuple[Place | None, tuple[Any, ...]]]:
+    """Yield (where, the tensors of all trees) of each unit and plain leaf; None where nothing is sent as codes."""
+    for node in zip(*(tree.leaves(x, is_leaf=is_sharded) for x in trees), strict=True):
+        first = node[0]
+        if not is_sharded(first):
+            yield None, node
+            continue
+        for unit, *columns in zip(first.layout.units, *(x.shards for x in node), strict=True):
+            yield Place(first.spec, unit) if is_coded(first) and unit.size else None, tuple(columns)
+
+
+def next_momentum(
+    place: Place | None, m: Tensor, g: Tensor, worker: Tensor, server: Tensor, b1: float
+) -> Generator[None, None, CodedSum]:
+    """Return the momentum with one more gradient, and what codes have left out. It pauses as `coded_sum` does."""
+    if place is None:
+        return CodedSum((m + (1 - b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
+    mix = lambda decayed: decayed + g.float() * (1 - b1)  # noqa: E731
+    found = yield from coded_sum(*place, m.float(), worker.float(), server.float(), decay=b1, mix=mix)
+    return CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
+
+
 def is_coded(p: Any) -> bool:
     """Return whether the sums of a node's gradients are sent as codes: it is cut over several ranks."""
     return is_sharded(p) and p.spec.mesh.batch.size > 1
@@ -91,8 +122,13 @@ def check_gradients(where: str, params: Any, grads: Any) -> None:
             )
 
 
-def put_back(like: Any, shards: Iterator[Any]) -> Any:
-    """Return a tree with the next of `shards` in place of each shard and plain leaf."""
+def put_back(likes: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return trees like `likes`. `found`: for each unit and plain leaf, its tensor of each tree."""
+    columns: Iterable[Any] = zip(*found, strict=True) if found else [()] * len(likes)
+    return [_put_back(x, iter(column)) for x, column in zip(likes, columns, strict=True)]
+
+
+def _put_back(like: Any, shards: Iterator[Any]) -> Any:
     nodes, treedef = tree.flatten(like, is_leaf=is_sharded)
     made = [Sharded(x.spec, [next(shards) for _ in x.stored]) if is_sharded(x) else next(shards) for x in nodes]
     return tree.unflatten(treedef, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -10,10 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..geometry.layout import Unit
-from ..sharding.coded_sums import CodedSum, coded_sum, staggered
-from ..sharding.sharded import is_sharded
-from ..sharding.spec import Spec
+from ..sharding.coded_sums import staggered
 from . import checks
 from .adamw import adamw
 from .base import (
@@ -28,7 +25,7 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants, LeafScale
-from .onebit import OneBitState, check_gradients, initial, is_coded, phase_at, put_back
+from .onebit import OneBitState, Place, check_gradients, initial, next_momentum, phase_at, put_back, units_of
 from .phases import EXACT, Phase
 from .scale_by_adam import AdamState
 from .torch_optimizers import told
@@ -125,12 +122,9 @@ class _Rule:
         nu_count = state.nu_count + one if exact else state.nu_count
         errors = (state.worker_error, state.server_error)
         trees = (params, state.mu, state.nu, scaled(grads, factor), *errors, *self._constants.over(params))
-        nodes = zip(*(tree.leaves(x, is_leaf=is_sharded) for x in trees), strict=True)
         now = self._now(state, exact, finite)
-        found = staggered([each for node in nodes for each in self._units(node, now)])
-        columns = zip(*found, strict=True) if found else [()] * 5
-        likes = (params, state.mu, state.nu, *errors)
-        params, mu, nu, worker, server = (put_back(x, iter(column)) for x, column in zip(likes, columns, strict=True))
+        found = staggered([self._unit(None if exact else place, columns, now) for place, columns in units_of(*trees)])
+        params, mu, nu, worker, server = put_back((params, state.mu, state.nu, *errors), found)
         return params, OneBitState(state.count + one, nu_count, mu, nu, worker, server, state.phase)
 
     def _now(self, state: OneBitState, exact: bool, finite: Tensor | None) -> _Now:
@@ -138,41 +132,17 @@ class _Rule:
         second = 1 - self._b2 ** (state.nu_count + exact).double()
         return _Now(exact, rate_at(self._rate, state.count), first, second, finite)
 
-    def _units(self, node: Sequence[Any], now: _Now) -> Iterator[Generator[None, None, list[Tensor]]]:
-        """Yield what updates each unit of a node, or a plain leaf."""
-        p = node[0]
-        if not is_sharded(p):
-            yield self._unit(None, tuple(node), now)
-            return
-        units = zip(p.layout.units, *(x.shards for x in node), strict=True)
-        for unit, *columns in units:
-            here = _Place(p.spec, unit) if is_coded(p) and unit.size and not now.exact else None
-            yield self._unit(here, tuple(columns), now)
-
-    def _unit(self, place: _Place | None, columns: tuple[Any, ...], now: _Now) -> Generator[None, None, list[Tensor]]:
+    def _unit(self, place: Place | None, columns: tuple[Any, ...], now: _Now) -> Generator[None, None, list[Tensor]]:
         """Return the next parameters, averages and errors of a unit."""
         p, m, v, g, worker, server, decay, scale = columns
         old = (p, m, v, worker, server)
         if now.exact:
             v = (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype)
-        if place is None:
-            moved = CodedSum((m + (1 - self._b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
-        else:
-            mix = lambda decayed: decayed + g.float() * (1 - self._b1)  # noqa: E731
-            given = (m.float(), worker.float(), server.float())
-            found = yield from coded_sum(*place, *given, decay=self._b1, mix=mix)
-            moved = CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
+        moved = yield from next_momentum(place, m, g, worker, server, self._b1)
         direction = moved.value / now.first.to(m.dtype) / ((v / now.second.to(v.dtype)).sqrt() + self._eps)
         direction = torch.where(v > 0, direction, 0.0)
         fresh = (p - now.rate * scale * (direction + decay * p)).to(p.dtype)
         return unless_skipped(now.finite, [fresh, moved.value, v, moved.worker, moved.server], [*old])
-
-
-class _Place(NamedTuple):
-    """A unit whose sums are sent as codes."""
-
-    spec: Spec
-    unit: Unit
 
 
 class _Now(NamedTuple):

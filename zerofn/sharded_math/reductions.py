@@ -277,6 +277,14 @@ def _extremes(values: Any) -> tuple[list[str], Tensor]:
     return parts.names, parts.reduce(ops.part_extremes).amax(0)
 
 
+def largest(values: Any) -> tuple[list[str], Tensor]:
+    """Return the names of all leaves and their largest magnitudes [leaves], with the same bits on every rank.
+
+    Not differentiable. All ranks must call it.
+    """
+    return _extremes(values)
+
+
 def all_finite(values: Any) -> Tensor:
     """Return whether every element on every rank is finite: a 0-d bool tensor on the device, the same on every rank.
 
