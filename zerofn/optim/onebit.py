@@ -92,7 +92,7 @@ def units_of(*trees: Any) -> Iterator[tuple[Place | None, tuple[Any, ...]]]:
 
 
 def next_momentum(
-    place: Place | None, m: Tensor, g: Tensor, worker: Tensor, server: Tensor, b1: float
+    place: Place | None, b1: float, m: Tensor, g: Tensor, worker: Tensor, server: Tensor
 ) -> Generator[None, None, CodedSum]:
     """Return the momentum with one more gradient, and what codes have left out. It pauses as `coded_sum` does."""
     if place is None:

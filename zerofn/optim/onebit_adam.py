@@ -138,7 +138,7 @@ class _Rule:
         old = (p, m, v, worker, server)
         if now.exact:
             v = (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype)
-        moved = yield from next_momentum(place, m, g, worker, server, self._b1)
+        moved = yield from next_momentum(place, self._b1, m, g, worker, server)
         direction = moved.value / now.first.to(m.dtype) / ((v / now.second.to(v.dtype)).sqrt() + self._eps)
         direction = torch.where(v > 0, direction, 0.0)
         fresh = (p - now.rate * scale * (direction + decay * p)).to(p.dtype)

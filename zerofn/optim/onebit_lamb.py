@@ -211,6 +211,6 @@ class _Rule:
     def _moved(self, grads: Any, state: OneBitLambState) -> OneBitLambState:
         """Return the state with the next momentum."""
         trees, b1 = (state.mu, grads, state.worker_error, state.server_error), self._how.b1
-        found = staggered([next_momentum(place, *columns, b1) for place, columns in units_of(*trees)])
+        found = staggered([next_momentum(place, b1, *columns) for place, columns in units_of(*trees)])
         mu, worker, server = put_back((state.mu, state.worker_error, state.server_error), found)
         return replace(state, count=state.count + 1, mu=mu, worker_error=worker, server_error=server)
