@@ -103,3 +103,10 @@ def test_a_stage_of_a_pipeline_says_nothing():
     plan = zerofn.plan(step_with(loss, 4), init, torch.zeros(64, WIDTH), mesh=mesh, cuts=cuts, machine=HERE, stage=3,
                        offload=None, remat=None).plan  # fmt: skip
     assert plan.break_even is None
+
+
+def test_what_codes_leave_out_is_planned():
+    """4 bytes a parameter, and as many while a step does not know whether it is skipped."""
+    plain, fed_back = (planned(wire=zerofn.Wire(reduce="int8", feedback=x)).memory() for x in (False, True))
+    own = 4 * 4 * WIDTH**2
+    assert fed_back.peak["state"] - plain.peak["state"] == own and 0.9 * own < fed_back.total - plain.total < 2.1 * own

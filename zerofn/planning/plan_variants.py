@@ -31,7 +31,7 @@ from ..passes.budget.search import OverBudget
 from ..schedules import Schedule
 from ..sharding.float8 import refuse
 from ..sharding.partition import STAGES, Partition, check_stage
-from ..sharding.precision import Precision, resolve
+from ..sharding.precision import Precision, made_for, resolve
 from ..sharding.shard import initial, shard_fake
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
@@ -284,7 +284,7 @@ class RowPlanner:
     def _laid(self, fake: FakeMachine, config: Config, mesh: Mesh) -> Any:
         """Return the state, laid out."""
         with fake():
-            first = self._initials.of(self._step.init_state, resolve(config.precision))
+            first = self._initials.of(self._step.init_state, made_for(config.precision, config.wire))
             partition = Partition.zero(mesh, cuts=self._cuts(resolve(config.precision)), **config.options)
             return shard_fake(first, partition, self._step.unit)
 

@@ -142,3 +142,9 @@ def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
     names = ", ".join(map(repr, sorted(NAMED)))
     given = precision if isinstance(precision, torch.dtype) else type(precision).__name__
     raise TypeError(f"precision: expected None, {names} or a zerofn.Precision(param, compute, reduce), got {given}.")
+
+
+def made_for(precision: Precision | str | None, wire: Any) -> Precision:
+    """Return the precision for which a state is made: with a wire if what codes leave out is a part of it."""
+    found = resolve(precision, wire)
+    return found if found.feeds_back else resolve(precision)
