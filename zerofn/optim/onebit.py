@@ -114,7 +114,7 @@ def check_gradients(where: str, params: Any, grads: Any) -> None:
     for p, g in zip(*(tree.leaves(x, is_leaf=is_sharded) for x in (params, grads)), strict=True):
         if not is_coded(p):
             continue
-        check_ranks(p.spec, where)
+        check_ranks(p.spec, f"{where}:")
         if not (isinstance(g, Sharded) and g.spec.of_ranks):
             raise ValueError(
                 f"{where}: from its freeze step on it adds gradients over ranks itself, and these are sums; write "

@@ -41,13 +41,13 @@ class CodedSum(NamedTuple):
 
 
 def check_ranks(spec: Spec, what: str) -> None:
-    """Raise `NotImplementedError` for a mesh over which such sums are not known. `what`: who asks."""
+    """Raise `NotImplementedError` for a mesh over which such sums are not known. `what`: how the sentence begins."""
     mesh = spec.mesh
     odd = [axis.name for axis in mesh.axes if axis.size > 1 and _is_odd(axis.kind)]
     if odd:
         raise NotImplementedError(
-            f"{what}: sums of signs go over ranks along 'data' and 'context', and the mesh has {odd[0]!r}, too; write "
-            "zerofn.Mesh.make(data=-1), or another optimizer."
+            f"{what} sums go over ranks along 'data' and 'context' alone, and the mesh has {odd[0]!r}, too; write "
+            "mesh=zerofn.Mesh.make(data=-1), or tx=optim.adamw(...)."
         )
 
 

@@ -19,6 +19,7 @@ from ..geometry.overlaps import makes_up
 from ..offload.policy import check_memory, of_units
 from ..ops.codecs import MASTERS, PLAIN, Codec
 from ..util.errors import nearest
+from .coded_sums import check_ranks
 from .partition import Partition
 from .precision import Precision
 from .rank_entries import in_shards, of_ranks
@@ -88,7 +89,11 @@ def plan_state(
         dtypes = [asked or public_dtype(x, masters, partition.precision) for x in of_leaves]
         storages = storages_of(name, layout.units, dtypes, own)
         device = leaves[0].device if leaves else None
-        spec = special.get(id(node), lambda x: x)(Spec(layout, own))
+        spec = Spec(layout, own)
+        if id(node) in special:
+            if special[id(node)] is in_shards:  # what signs have left out of sums
+                check_ranks(spec, "shard: this optimizer sends signs, whose")
+            spec = special[id(node)](spec)
         parts.append(ShardedPart(name, spec, first, device, storages, is_params))
         first += len(leaves)
     return parts, treedef

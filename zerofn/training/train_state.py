@@ -101,15 +101,19 @@ class TrainState:
         )
 
     @checked()
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
+    def value_and_grad(
+        self, loss_fn: Callable[..., Any], has_aux: bool = False, *, rng: Tensor | None = None
+    ) -> Callable[..., tuple[Any, Any]]:
         """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
 
-        It takes the state's parameters, loss scale, random key of this step and `frozen`.
+        It takes the state's parameters, loss scale, random key of this step (or `rng`, another one) and `frozen`. If
+        `tx` adds gradients over ranks itself, as `optim.onebit_adam` does from its freeze step on, `grads` are each
+        rank's own part of the mean: leaves [ranks, *shape], of which a rank has its entry.
         """
         _check_frozen(self.params, self.frozen)
         update: Update | None = getattr(self, "_update", None)
         object.__setattr__(self, "_update", Update(self.extra, left=update.left if update else ()))
-        vg = value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at(), self.frozen)
+        vg = value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at() if rng is None else rng, self.frozen)
         if self.tx.about.phase is not None:
             vg = replace(vg, apart=takes_apart(self.tx, turned(self.tx, self.opt_state)[0]))
         return _AtState(self, vg if self.feedback is None else replace(vg, errors=self.feedback.errors))
@@ -136,6 +140,11 @@ class TrainState:
         feedback = self.feedback
         left = check_one(began.left if began else ())
         _check_opt_state(self.tx, self.opt_state)
+        if self.tx.about.phase is not None and (began is None or began.finite is not None):
+            raise ValueError(
+                f"apply_gradients: {self.tx!r} takes gradients as this state's own value_and_grad leaves them, which "
+                "from some step on are not added over ranks; write loss, grads = state.value_and_grad(loss_fn)(batch)."
+            )
         params, grads = learning(self.params, self.frozen), learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
         params, opt_state = step(self.tx, grads, turned(self.tx, self.opt_state)[0], params, None, finite)

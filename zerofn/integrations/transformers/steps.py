@@ -44,11 +44,11 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
         found = []
         for k, (inputs, num_items, weights) in enumerate(parts):
             key = zerofn.random.fold_in(state.rng_at(), k)
-            vg = zerofn.value_and_grad(loss_fn, True, scale=state.loss_scale, rng=key, frozen=state.frozen)
+            vg = state.value_and_grad(loss_fn, True, rng=key)
             if stacked > 1:
                 vg = zerofn.accumulate(vg, stacked)
             # `accumulate` averages over the part.
-            found.append(vg(state.params, inputs, num_items, weights * stacked))
+            found.append(vg(inputs, num_items, weights * stacked))
         values, grads = zip(*found, strict=True)
         losses, results = zip(*values, strict=True)
         total = zerofn.tree_map(lambda *x: sum(x[1:], x[0]), *grads)
