@@ -28,7 +28,7 @@ OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--p
 _UPDATES = ("update_whole", "update_half", "update_blocks")  # by the moments' format
 KERNELS = (
     "runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast", "fp8", "fp8_scale",
-    "wire_encode", "wire_decode", "wire_sum",
+    "wire_encode", "wire_decode", "wire_sum", "wire_mix",
 )  # fmt: skip
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
 _WARPS = 8  # of a launch's block

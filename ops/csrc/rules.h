@@ -75,6 +75,15 @@ ZF_FN zf_f zf_sgd_momentum(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) 
     return ZF_FMA(r->nesterov ? ZF_FMA(*m, r->b1, g) : *m, r->rate, p);
 }
 
+/* AdamW whose v does not change any more, in the place of m; g is the average of gradients (Tang et al. 2021, Algorithm 1).
+ * An element whose v is zero stays as it is. */
+ZF_FN zf_f zf_frozen_adamw(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
+    (void)v;
+    zf_f way = ZF_DIV(g, ZF_DIV(ZF_SQRT(*m), r->root) + r->eps);
+    way = *m > 0.0f ? way : ZF_ALL(0.0f);
+    return ZF_FMA(way, r->rate, p * r->shrink);
+}
+
 /* All rules, each with the number of its moments and three functions (p, g, m, v, constants) -> p, which write m and v:
  * the rule, the rule in a tail, the rule with moments in fewer bits. Loops over elements are made from this list. A
  * rule's number is its place here; ops/<name>.py says the same. */
@@ -82,7 +91,8 @@ ZF_FN zf_f zf_sgd_momentum(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) 
     RULE(ADAM, 2, zf_adam, zf_adam_tail, zf_adam_lossy)                                                                \
     RULE(LION, 1, zf_lion, zf_lion, zf_lion)                                                                           \
     RULE(SGD, 0, zf_sgd, zf_sgd, zf_sgd)                                                                               \
-    RULE(SGD_MOMENTUM, 1, zf_sgd_momentum, zf_sgd_momentum, zf_sgd_momentum)
+    RULE(SGD_MOMENTUM, 1, zf_sgd_momentum, zf_sgd_momentum, zf_sgd_momentum)                                           \
+    RULE(FROZEN_ADAMW, 1, zf_frozen_adamw, zf_frozen_adamw, zf_frozen_adamw)
 
 #define ZF_RULE_NUMBER(name, num_moments, whole, tail, lossy) ZF_##name,
 enum zf_rule { ZF_RULES(ZF_RULE_NUMBER) };

@@ -201,6 +201,36 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
         }
 }
 
+// Elements -> plus or minus a scale, as signs decode; `scale`: its bits.
+ZF_FN zf_f signed_as(zf_f x, zf_u32 scale) {
+    const zf_f size = ZF_ALL(zf_float_of(scale));
+    return scale == 0u || scale > ZF_INF ? size : zf_float(zf_bits(size) | ((zf_u)(x < zf_f{}) & ~ZF_ABS));
+}
+
+// Of each block: x = added * by + ((signs(before) * of_signs + (before - signs(before)) * of_rest) + left); `sent` becomes
+// signs(x), and `rest` what these lack.
+template <class Number>
+void mix_all(const void *from, const zf_u32 *before, const zf_u32 *left, zf_u32 *sent, zf_u32 *rest, zf_i64 first,
+             zf_i64 last, zf_i64 block, float by, float of_signs, float of_rest) {
+    const typename Number::stored *added = (const typename Number::stored *)from;
+    zf_u32 x[ZF_UNIT] __attribute__((aligned(64)));
+    for (zf_i64 b = first; b < last; ++b) {
+        const zf_u32 *here = before + b * block;
+        const zf_u32 known = zf_wire_mean(sum_of<Fp32>(here, block), block);
+        for (zf_i64 i = 0; i < block; i += ZF_LANES) {
+            const zf_f was = zf_float(raw(here + i)), sign = signed_as(was, known);
+            const zf_f kept = sign * of_signs + (was - sign) * of_rest + zf_float(raw(left + b * block + i));
+            put(x + i, zf_bits(Number::get(added + b * block + i) * by + kept));
+        }
+        const zf_u32 scale = zf_wire_mean(sum_of<Fp32>(x, block), block);
+        for (zf_i64 i = 0; i < block; i += ZF_LANES) {
+            const zf_f now = zf_float(raw(x + i)), sign = signed_as(now, scale);
+            put(sent + b * block + i, zf_bits(sign));
+            put(rest + b * block + i, zf_bits(now - sign));
+        }
+    }
+}
+
 #define ZF_EACH_FORMAT(call)                                                                                           \
     format == ZF_INT8   ? call(ZF_INT8)                                                                                \
     : format == ZF_INT4 ? call(ZF_INT4)                                                                                \
@@ -232,4 +262,12 @@ ZF_API void ZF_NAME(zf_wire_sum)(const zf_u8 *const *codes, const zf_u16 *const 
                                  zf_i64 first, zf_i64 last, zf_i64 block, zf_i32 format) {
 #define SUM(format) sum_all<format>(codes, scales, num, out, first, last, block)
     ZF_EACH_FORMAT(SUM);
+}
+
+// See `mix_all`. `number`: the kind of `added`.
+ZF_API void ZF_NAME(zf_wire_mix)(const void *added, const zf_u32 *before, const zf_u32 *left, zf_u32 *sent, zf_u32 *rest,
+                                 zf_i64 first, zf_i64 last, zf_i64 block, float by, float of_signs, float of_rest,
+                                 zf_i32 number) {
+#define MIX(Number) mix_all<Number>(added, before, left, sent, rest, first, last, block, by, of_signs, of_rest)
+    number == ZF_FP32 ? MIX(Fp32) : number == ZF_BF16 ? MIX(Bf16) : MIX(Fp16);
 }

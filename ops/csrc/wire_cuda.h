@@ -17,6 +17,15 @@ ZF_GPU zf_u32 code_of(float y, zf_i64 format, const Draws &draws, zf_i64 i) {
     return format == ZF_FP8 ? zf_wire_drawn_fp8(y, draw) : zf_wire_drawn_integer(y, draw);
 }
 
+// The scale of signs, of the sums of magnitudes that each lane has; the same on all lanes.
+ZF_GPU zf_u32 mean_of_warp(float *sums, zf_i64 block) {
+    for (int step = 16; step; step /= 2)
+        EACH(k) sums[k] += zf_float(__shfl_xor_sync(ALL_LANES, zf_bits(sums[k]), step));
+    for (int half = 4; half; half /= 2)
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    return zf_wire_mean(sums[0], block);
+}
+
 // The scale of a warp's block, the same on all lanes.
 ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i64 block, zf_i64 format,
                           bool drawn) {
@@ -27,12 +36,7 @@ ZF_GPU zf_u32 scale_of_warp(const void *from, zf_i64 number, zf_i64 first, zf_i6
         EACH(k) top = (zf_bits(x[k]) & ZF_ABS) > top ? zf_bits(x[k]) & ZF_ABS : top;
         EACH(k) sums[k] += zf_float(zf_bits(x[k]) & ZF_ABS);
     }
-    if (format != ZF_SIGN) return zf_wire_scale(largest_of_warp(top), (int)format, drawn);
-    for (int step = 16; step; step /= 2)
-        EACH(k) sums[k] += zf_float(__shfl_xor_sync(ALL_LANES, zf_bits(sums[k]), step));
-    for (int half = 4; half; half /= 2)
-        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
-    return zf_wire_mean(sums[0], block);
+    return format == ZF_SIGN ? mean_of_warp(sums, block) : zf_wire_scale(largest_of_warp(top), (int)format, drawn);
 }
 
 // The codes of a block's elements from its element `i` on, which is element `at` of all.
@@ -112,6 +116,54 @@ ZF_KERNEL zf_wire_sum(const void *codes, const void *scales, zf_i64 stride, zf_i
         }
         EACH(k) now.word[k] = zf_bits(total[k]);
         store(to, 4, at, size - at, now);
+    }
+}
+
+// Plus or minus a scale, as a sign decodes; `scale`: its bits.
+ZF_GPU float signed_as(float x, zf_u32 scale) {
+    const bool same = scale == 0u || scale > ZF_INF || !(x < 0.0f);
+    return zf_float(same ? scale : scale | ~ZF_ABS);
+}
+
+struct Mixed { // what zf_wire_mix is told, and the scale of the signs that were known
+    const void *added, *before, *left;
+    zf_i64 number;
+    float by, of_signs, of_rest;
+    zf_u32 known;
+};
+
+// Elements [at, at + 8).
+ZF_GPU void mixed(const Mixed &of, zf_i64 at, float *x) {
+    float was[8], left[8];
+    numbers(load(of.added, width_of(of.number), at, 8), of.number, x);
+    numbers(load(of.before, 4, at, 8), ZF_FP32, was);
+    numbers(load(of.left, 4, at, 8), ZF_FP32, left);
+    EACH(k) {
+        const float sign = signed_as(was[k], of.known);
+        x[k] = x[k] * of.by + (sign * of.of_signs + (was[k] - sign) * of.of_rest + left[k]);
+    }
+}
+
+// See wire.cpp's `mix_all`. A warp a block, which is mixed twice.
+ZF_KERNEL zf_wire_mix(const void *added, zf_i64 number, const void *before, const void *left, void *sent, void *rest,
+                      zf_i64 num, zf_i64 block, double by, double of_signs, double of_rest) {
+    Mixed of = {added, before, left, number, (float)by, (float)of_signs, (float)of_rest, 0u};
+    for (zf_i64 b = warp_of(); b < num; b += num_warps()) {
+        of.known = scale_of_warp(before, ZF_FP32, b * block, block, ZF_SIGN, false);
+        float sums[8] = {}, x[8];
+        for (zf_i64 i = 8 * lane_of(); i < block; i += ZF_SUMS) {
+            mixed(of, b * block + i, x);
+            EACH(k) sums[k] += zf_float(zf_bits(x[k]) & ZF_ABS);
+        }
+        const zf_u32 scale = mean_of_warp(sums, block);
+        for (zf_i64 i = 8 * lane_of(); i < block; i += ZF_SUMS) {
+            Eight signs = {}, lost = {};
+            mixed(of, b * block + i, x);
+            EACH(k) signs.word[k] = zf_bits(signed_as(x[k], scale));
+            EACH(k) lost.word[k] = zf_bits(x[k] - zf_float(signs.word[k]));
+            store(sent, 4, b * block + i, 8, signs);
+            store(rest, 4, b * block + i, 8, lost);
+        }
     }
 }
 

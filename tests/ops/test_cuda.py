@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import kernels_on_cpu
-from zerofn.ops import adamw, cpu, cuda, formats, lion, reference, sgd, update_rule, wire_codes  # noqa: F401 - rules
+from zerofn.ops import adamw, cpu, cuda, formats, frozen_adamw, lion, reference, sgd, update_rule, wire_codes  # noqa: F401 - rules
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")
 HYPER = {
@@ -345,6 +345,15 @@ def test_casts_are_torchs(device):
     for x, dtype, factor in itertools.product(numbers.values(), numbers, (None, 0.37, -1024.0)):
         expected = (x.float() * torch.tensor(1.0 if factor is None else factor)).to(dtype)
         assert_same([cuda.cast(x.to(device), dtype, factor)], [expected])
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [128, 2048])
+def test_what_is_mixed_is_the_cpus_bit_for_bit(device, block, kind):
+    given = floats(5 * block, 25).to(kind), floats(5 * block, 26, strange=False), floats(5 * block, 27, strange=False)
+    how = wire_codes.Mix(0.1, 0.45, 0.3)
+    found = wire_codes.mix(*(x.to(device) for x in given), how, block)
+    assert_same(found, wire_codes.mix(*given, how, block))
 
 
 @pytest.mark.parametrize("block", [128, 256, 2048])

@@ -37,7 +37,7 @@ def test_rules_are_declared_as_the_kernels_list_them():
 
 def test_no_other_file_of_the_operations_names_a_rule():
     names = {*RULES, *(f"ZF_{name}" for name, *_ in list_in_c()), *(f for *_, fs in list_in_c() for f in fs)}
-    own = {"adamw.py", "lion.py", "sgd.py", HEADER.name}
+    own = {"adamw.py", "frozen_adamw.py", "lion.py", "sgd.py", HEADER.name}
     files = [f for f in sorted((ROOT / "ops").rglob("*")) if f.suffix in (".py", ".h", ".cpp", ".cu", ".c")]
     assert own < {f.name for f in files}
     word = re.compile(rf"\b({'|'.join(names)})\b")
@@ -152,10 +152,10 @@ def compile_plainly(ops):
     """Build the library for the plain instruction set alone, which needs no flags of a machine's."""
     compiler = kernels_on_cpu.compiler()
     flags = ["-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", "-DZF_ISA=plain", "-fvisibility=hidden"]
-    sources = [str(ops / "csrc" / name) for name in ("kernels.cpp", "reductions.cpp")]
+    sources = [str(ops / "csrc" / name) for name in ("kernels.cpp", "reductions.cpp", "wire.cpp")]
     choose = ["-x", "c", str(ops / "csrc" / "choose.c")]
-    objects = [ops / f"{k}.o" for k in range(3)]
-    for source, to in zip([[sources[0]], [sources[1]], choose], objects, strict=True):
+    objects = [ops / f"{k}.o" for k in range(4)]
+    for source, to in zip([*([x] for x in sources), choose], objects, strict=True):
         c_flags = [f for f in flags if source is not choose or f != "-std=c++17"]
         subprocess.run([compiler, *c_flags, "-c", *source, "-o", to], check=True)
     subprocess.run([compiler, "-shared", *objects, "-lm", "-o", ops / "libzerofn.so"], check=True)

@@ -156,6 +156,10 @@ class BlockWire:
             self.decode_rows(to, self.encode_all(one[None], start), start)
         return out
 
+    def cut_by_gaps(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return the blocks among elements [first, last), each as elements [a, b), of which gaps fill a part."""
+        return [(at, at + self.block) for at, _ in _filled(self.gaps, self.block, first, last)]
+
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
         """Cut the blocks [first, last) where coded ones begin and end: (start, stop, whether they are)."""
         at = first

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import tree
 from ..geometry.layout import Unit
+from ..ops.kernel_args import GRADIENTS
 from ..sharding.coded_sums import CodedSum, check_ranks, coded_sum
 from ..sharding.rank_entries import wide, zeros_in_shards, zeros_of_ranks
 from ..sharding.sharded import Sharded, is_sharded
@@ -97,8 +98,8 @@ def next_momentum(
     """Return the momentum with one more gradient, and what codes have left out. It pauses as `coded_sum` does."""
     if place is None:
         return CodedSum((m + (1 - b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
-    mix = lambda decayed: decayed + g.float() * (1 - b1)  # noqa: E731
-    found = yield from coded_sum(*place, m.float(), worker.float(), server.float(), decay=b1, mix=mix)
+    given, added = (m.float(), worker.float(), server.float()), g if g.dtype in GRADIENTS else g.float()
+    found = yield from coded_sum(*place, *given, decay=b1, added=added, by=1 - b1)
     return CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
 
 

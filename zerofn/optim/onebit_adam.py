@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..ops import frozen_adamw as _op  # noqa: F401  (defines zerofn::frozen_adamw)
 from ..sharding.coded_sums import staggered
 from . import checks
 from .adamw import adamw
@@ -25,6 +26,7 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants, LeafScale
+from .leaf_runs import TensorRuns, slots
 from .onebit import OneBitState, Place, check_gradients, initial, next_momentum, phase_at, put_back, units_of
 from .phases import EXACT, Phase
 from .scale_by_adam import AdamState
@@ -121,37 +123,43 @@ class _Rule:
             check_gradients(self._name, params, grads)
         nu_count = state.nu_count + one if exact else state.nu_count
         errors = (state.worker_error, state.server_error)
-        trees = (params, state.mu, state.nu, scaled(grads, factor), *errors, *self._constants.over(params))
-        now = self._now(state, exact, finite)
-        found = staggered([self._unit(None if exact else place, columns, now) for place, columns in units_of(*trees)])
+        trees = (params, state.mu, state.nu, scaled(grads, factor), *errors)
+        units = zip(units_of(*trees), slots(params, self._constants.both), strict=True)
+        now = self._now(state, exact, nu_count, finite)
+        found = staggered([self._unit(None if exact else place, x, runs, now) for (place, x), runs in units])
         params, mu, nu, worker, server = put_back((params, state.mu, state.nu, *errors), found)
         return params, OneBitState(state.count + one, nu_count, mu, nu, worker, server, state.phase)
 
-    def _now(self, state: OneBitState, exact: bool, finite: Tensor | None) -> _Now:
-        first = 1 - self._b1 ** (state.count + 1).double()
-        second = 1 - self._b2 ** (state.nu_count + exact).double()
-        return _Now(exact, rate_at(self._rate, state.count), first, second, finite)
+    def _now(self, state: OneBitState, exact: bool, nu_count: Tensor, finite: Tensor | None) -> _Now:
+        rate = rate_at(self._rate, state.count)
+        lr, base = (rate, 1.0) if isinstance(rate, Tensor) else (None, float(rate))
+        return _Now(exact, lr, base, 1 / (1 - self._b1 ** (state.count + 1).double()), nu_count, finite)
 
-    def _unit(self, place: Place | None, columns: tuple[Any, ...], now: _Now) -> Generator[None, None, list[Tensor]]:
+    def _unit(
+        self, place: Place | None, columns: tuple[Any, ...], runs: TensorRuns, now: _Now
+    ) -> Generator[None, None, list[Tensor]]:
         """Return the next parameters, averages and errors of a unit."""
-        p, m, v, g, worker, server, decay, scale = columns
-        old = (p, m, v, worker, server)
+        p, m, v, g, worker, server = columns
+        old = [m, worker, server]
         if now.exact:
-            v = (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype)
+            v = unless_skipped(now.finite, (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype), v)
         moved = yield from next_momentum(place, self._b1, m, g, worker, server)
-        direction = moved.value / now.first.to(m.dtype) / ((v / now.second.to(v.dtype)).sqrt() + self._eps)
-        direction = torch.where(v > 0, direction, 0.0)
-        fresh = (p - now.rate * scale * (direction + decay * p)).to(p.dtype)
-        return unless_skipped(now.finite, [fresh, moved.value, v, moved.worker, moved.server], [*old])
+        starts, stops, constants = runs.columns
+        rates, decays = [now.base * scale for _, scale in constants], [decay for decay, _ in constants]
+        how = (now.nu_count, now.lr, now.corrects, now.finite, starts, stops, rates, decays, self._b2, self._eps)
+        fresh, v = torch.ops.zerofn.frozen_adamw(p, moved.value, v, *how, None, runs.offset)
+        m, worker, server = unless_skipped(now.finite, [*moved], old)
+        return [fresh, m, v, worker, server]
 
 
 class _Now(NamedTuple):
-    """What all units of a step have in common. `exact`: gradients are sums already, and the variance is updated.
-    `first`, `second`: by which averages are divided to correct them.
+    """What all units of a step have in common. `exact`: gradients are sums already, and the variance is updated. The
+    learning rate is `base`, times `lr`. `corrects`: what first moments are multiplied by. `nu_count`: updates of v.
     """
 
     exact: bool
-    rate: float | Tensor
-    first: Tensor
-    second: Tensor
+    lr: Tensor | None
+    base: float
+    corrects: Tensor
+    nu_count: Tensor
     finite: Tensor | None

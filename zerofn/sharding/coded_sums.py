@@ -11,7 +11,7 @@ as signs, too, and have the bits of those that keep it whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..collectives.maps import ops
+from ..comm import sign_mix as _sign_mix  # noqa: F401  (defines zerofn::sign_mix)
 from ..comm.axes import AxisKind
 from ..comm.block_wire import name_of
 from ..geometry.layout import Unit
@@ -56,39 +57,28 @@ def _is_odd(kind: AxisKind) -> bool:
 
 
 def coded_sum(
-    spec: Spec,
-    unit: Unit,
-    before: Tensor,
-    worker: Tensor,
-    server: Tensor,
-    *,
-    decay: float,
-    mix: Callable[[Tensor], Tensor],
+    spec: Spec, unit: Unit, before: Tensor, worker: Tensor, server: Tensor, *, decay: float, added: Tensor, by: float
 ) -> Generator[None, None, CodedSum]:
-    """Return the next result of a unit: the sum over ranks of `mix(decay / ranks * before)` and of what was left out.
+    """Return the next result of a unit: the sum over ranks of `decay / ranks * before + by * added` and of what was
+    left out.
 
-    `before`: the last result, as it is stored. `mix`: adds what this rank contributes to its part [unit size] of the
-    decayed result. Numbers are float32. It pauses where a transfer is on its way; see `staggered`.
+    `before`: the last result, as it is stored. `added` [unit size]: what this rank contributes. The other numbers are
+    float32. It pauses where a transfer is on its way; see `staggered`.
     """
     axis, codec, own, cut = spec.within(unit), signs_of(unit), spec.own_cut(unit), spec.num_shards(unit) > 1
     to = (axis.size, axis.group, unit.name, codec)
     if cut:
-        lost = before - ops.rounded(before, codec, own[0])
-        under_way = ops.all_gather(before, *to)
+        under_way, mine = ops.all_gather(before, *to), before
         yield
         whole = ops.wait(under_way)
     else:
-        exact = ops.as_whole(before)
-        whole = ops.rounded(exact, codec)
-        lost = ops.take_shard([exact - whole], [0], *own, torch.float32)
-    # What is lost is zero, but behind the first step, and on other ranks than those that have saved it.
-    sent = mix(whole * (decay / axis.size)) + worker
+        whole = ops.as_whole(before)
+        mine = ops.take_shard([whole], [0], *own, torch.float32)
+    sent, worker = ops.sign_mix(added, whole, worker, by, decay / axis.size, 0.0, codec)
     under_way = ops.reduce_scatter(sent, *to)
-    worker = sent - ops.rounded(sent, codec)
     yield
-    total = ops.wait(under_way) + (server + lost * decay)
-    value = ops.rounded(total, codec, own[0])
-    server = total - value
+    # What signs lack of the last result is zero, but behind the first step, and on other ranks than have saved it.
+    value, server = ops.sign_mix(ops.wait(under_way), mine, server, 1.0, 0.0, decay, codec, own[0])
     if not cut:
         under_way = ops.all_gather(value, *to)
         yield
