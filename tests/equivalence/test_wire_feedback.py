@@ -78,7 +78,7 @@ def every_stage(form, num_microbatches):
     assert any(x.abs().max() > 0 for x in errors.values())
 
 
-@pytest.mark.part(size=[2], form=["int8"])
+@pytest.mark.part(size=[2], form=["int8"], num_microbatches=[1])
 @pytest.mark.part(size=[3], form=["int4"], num_microbatches=[4])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("form", FORMS)
@@ -261,7 +261,7 @@ def product(kind, folder):
             assert_same_trees(found, want, f"stage {stage}, {tiers}")
 
 
-@pytest.mark.part(kind=["frozen"])
+@pytest.mark.part(kind=["microbatches"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_what_else_a_step_has_every_stage_has_the_same_bits(ranks, tmp_path, kind):
     ranks(2, product, kind, str(tmp_path))
@@ -274,6 +274,7 @@ def in_stages():
         assert_same_trees(found, want, f"stage {stage}")
 
 
+@pytest.mark.whole
 def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
     ranks(4, in_stages)
 
@@ -369,6 +370,7 @@ def learned():
     return [fitted(x, 500.0) for x in wires] + [fitted(zerofn.Wire(**int4, feedback=True), 28.0)]
 
 
+@pytest.mark.whole
 def test_what_codes_are_too_coarse_for_is_learned_with_feedback_or_by_drawn_codes(ranks):
     """500 / 127 is the step of int8: gradients of at most 1 never arrive as the nearest codes."""
     exact, nearest, drawn, fed_back, in_4_bits = ranks(2, learned)[0]
