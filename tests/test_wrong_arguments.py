@@ -176,7 +176,7 @@ NEEDS = {
     "total_num_steps": 2000, "step_size_fn": abs, "fast_optimizer": TX, "optimizer": TX, "inner": TX, "mask": None,
     "labels": lambda leaf: "a", "transforms": {"a": TX}, "cosine_kwargs": [], "schedules": [], "boundaries": [],
     "init": lambda params: (), "update": lambda grads, state, params: (grads, state), "inner_factory": optim.sgd,
-    "name": "", "args": (), "fn": abs,
+    "name": "", "args": (), "fn": abs, "freeze_step": 10, "var_freeze_step": 10,
 }  # fmt: skip
 KINDS = {
     "bool": "flag",
