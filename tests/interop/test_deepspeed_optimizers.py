@@ -87,7 +87,8 @@ def test_one_bit_an_element():
     """Local steps have no counterpart: every step sends."""
     adam = of("OneBitAdam", lr=0.01, weight_decay=0.1, freeze_step=400, comm_backend_name="nccl")
     assert adam == optim.onebit_adam(0.01, 0.9, 0.999, 1e-8, 0.1, freeze_step=400)
-    zero = of("ZeroOneAdam", var_freeze_step=50, var_update_scaler=4, local_step_scaler=100)
+    with pytest.warns(UserWarning, match="optimizer.params.local_step_scaler has no counterpart"):
+        zero = of("ZeroOneAdam", var_freeze_step=50, var_update_scaler=4, local_step_scaler=100)
     assert zero == optim.zero_one_adam(1e-3, var_freeze_step=50, var_update_scaler=4)
     assert of("OneBitLamb", max_coeff=0.3) == optim.onebit_lamb(1e-3, freeze_step=100_000, max_coeff=0.3)
 

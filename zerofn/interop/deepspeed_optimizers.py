@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -102,8 +103,15 @@ def _onebit_adam(params: Section, rate: Any, moments: str | None) -> Any:
 
 def _zero_one_adam(params: Section, rate: Any, moments: str | None) -> Any:
     _plain_moments("ZeroOneAdam", moments)
-    names = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-    how, freeze_step = _one_bit(params, 100_000, *names)
+    local = ("local_step_scaler", "local_step_clipper")
+    how, freeze_step = _one_bit(params, 100_000, "var_freeze_step", "var_update_scaler", *local)
+    for name in local:
+        if name in params.values:
+            warnings.warn(
+                f"from_deepspeed: {params.name}.{name} has no counterpart: ranks send signs in every step here. Leave "
+                "it out; replicas that train apart for some steps are zerofn.diloco's.",
+                stacklevel=2,
+            )
     scaler = int(params.number("var_update_scaler", 16, 1))
     return optim.zero_one_adam(rate, *how, var_freeze_step=freeze_step, var_update_scaler=scaler)
 
