@@ -98,8 +98,16 @@ def next_momentum(
     """Return the momentum with one more gradient, and what codes have left out. It pauses as `coded_sum` does."""
     if place is None:
         return CodedSum((m + (1 - b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
-    given, added = (m.float(), worker.float(), server.float()), g if g.dtype in GRADIENTS else g.float()
-    found = yield from coded_sum(*place, *given, decay=b1, added=added, by=1 - b1)
+    found = yield from coded_sum(
+        place.spec,
+        place.unit,
+        m.float(),
+        worker=worker.float(),
+        server=server.float(),
+        decay=b1,
+        added=g if g.dtype in GRADIENTS else g.float(),
+        by=1 - b1,
+    )
     return CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
 
 

@@ -57,7 +57,7 @@ def _is_odd(kind: AxisKind) -> bool:
 
 
 def coded_sum(
-    spec: Spec, unit: Unit, before: Tensor, worker: Tensor, server: Tensor, *, decay: float, added: Tensor, by: float
+    spec: Spec, unit: Unit, before: Tensor, *, worker: Tensor, server: Tensor, decay: float, added: Tensor, by: float
 ) -> Generator[None, None, CodedSum]:
     """Return the next result of a unit: the sum over ranks of `decay / ranks * before + by * added` and of what was
     left out.
