@@ -37,7 +37,7 @@ def test_rules_are_declared_as_the_kernels_list_them():
 
 def test_no_other_file_of_the_operations_names_a_rule():
     names = {*RULES, *(f"ZF_{name}" for name, *_ in list_in_c()), *(f for *_, fs in list_in_c() for f in fs)}
-    own = {"adamw.py", "frozen_adamw.py", "lion.py", "sgd.py", HEADER.name}
+    own = {"adamw.py", "frozen_adamw.py", "lion.py", "renew.py", "sgd.py", HEADER.name}
     files = [f for f in sorted((ROOT / "ops").rglob("*")) if f.suffix in (".py", ".h", ".cpp", ".cu", ".c")]
     assert own < {f.name for f in files}
     word = re.compile(rf"\b({'|'.join(names)})\b")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from ..ops import frozen_adamw as _op  # noqa: F401  (defines zerofn::frozen_adamw)
+from ..ops.renew import renewed
 from ..sharding.coded_sums import staggered
 from . import checks
 from .adamw import adamw
@@ -148,7 +150,7 @@ class _Rule:
         rates, decays = [now.base * scale for _, scale in constants], [decay for decay, _ in constants]
         how = (now.nu_count, now.lr, now.corrects, now.finite, starts, stops, rates, decays, self._b2, self._eps)
         fresh, v = torch.ops.zerofn.frozen_adamw(p, moved.value, v, *how, None, runs.offset)
-        m, worker, server = unless_skipped(now.finite, [*moved], old)
+        m, worker, server = moved if now.finite is None else map(renewed, old, moved, repeat(now.finite))
         return [fresh, m, v, worker, server]
 
 
