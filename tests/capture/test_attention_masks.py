@@ -310,7 +310,7 @@ def saved_pairs(graph):
     return sum(tuple(x.shape[-2:]) == (L, L) for x in saved)
 
 
-@pytest.mark.part(options=[{}], name=["window", "padding and dropout", "packed rows"])
+@pytest.mark.whole
 @pytest.mark.parametrize("options", [{}, {"stage": 0}, {"budget": True}], ids=str)
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_model_saves_no_mask_or_one_and_has_the_bits_of_the_eager_one(name, options):

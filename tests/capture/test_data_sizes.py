@@ -144,6 +144,7 @@ def test_the_step_may_say_the_bound():
     assert zerofn.compile(step).lower(state_of(0), ALL).flops.model == 2 * (5 * NUM) * WIDTH * NUM
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("loss_fn", [*LOSSES, of_masked_select, of_checked])
 def test_zerofn_plan_takes_the_bounds_of_the_captured_step(loss_fn):
     init, step = lambda: zerofn.TrainState.create(params=params(), tx=optim.adamw(1e-2)), step_with(loss_fn)
@@ -170,6 +171,7 @@ def test_a_loop_whose_rounds_depend_on_data_is_planned():
     assert row.flops == here.flops and row.flops.model > 0 and row.memory().total > 0
 
 
+@pytest.mark.whole
 def test_a_result_of_such_a_size_is_refused():
     def step(state, batch):
         return {"rows": batch["x"][batch["mask"]]}

@@ -95,6 +95,7 @@ def test_each_way_to_make_text_of_a_value_is_told_with_the_users_line(caplog):
     assert "__float__" not in vars(torch.Tensor), "nothing is left replaced"
 
 
+@pytest.mark.whole
 def test_a_number_that_is_more_than_text_has_to_be_known():
     kept = []
     uses = (

@@ -179,6 +179,7 @@ assert not saving.done()
 """
 
 
+@pytest.mark.whole
 def test_the_end_of_the_program_waits(tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

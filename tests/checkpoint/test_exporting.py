@@ -178,6 +178,7 @@ def test_transformers_reads_it(tmp_path, size):
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
+@pytest.mark.whole
 def test_what_a_killed_export_has_left_goes_with_the_next(tmp_path):
     """At any change of the folder it may be killed. What another one is writing stays."""
     zerofn.save(tmp_path / "a", train_state(7))

@@ -54,6 +54,7 @@ def is_there(path, seed):
     assert zerofn.verify(path) == [] and len(names_in(path)) == 2
 
 
+@pytest.mark.whole
 def test_one_save_after_the_other(anywhere):
     zerofn.save(anywhere, train_state(7))
     is_there(anywhere, 7)
@@ -111,6 +112,7 @@ def load_at(path, stage):
     return zerofn.verify(path)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("anywhere", PLACES[1:], indirect=True)
 def test_several_ranks(ranks, anywhere):
     ranks(2, save_at, anywhere, 3)
@@ -192,6 +194,7 @@ def test_a_sign_of_life_is_read_while_it_is_written(anywhere):
         thread.join()
 
 
+@pytest.mark.whole
 def test_the_older_job_is_told(anywhere):
     zerofn.save(anywhere, train_state(7))
     saved = dict(the(owner.ThisProcess).saved)
@@ -222,6 +225,7 @@ def from_environment(bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", bucket.storage_options["client_kwargs"]["endpoint_url"])
 
 
+@pytest.mark.whole
 def test_a_program_that_ends_while_it_saves(from_environment):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -224,6 +224,7 @@ def beside_the_steps(folder):
     assert_same_trees(zerofn.unshard(again), plain(7))
 
 
+@pytest.mark.whole
 def test_saves_behind_the_steps_parts_new_names_and_runs(ranks, tmp_path):
     ranks(4, beside_the_steps, tmp_path)
 

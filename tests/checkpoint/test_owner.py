@@ -87,6 +87,7 @@ def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, oth
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
+@pytest.mark.whole
 def test_one_that_never_ends(tmp_path, other, monkeypatch, caplog):
     monkeypatch.setattr(owner, "PATIENCE", 1.0)
     monkeypatch.setattr(owner, "_FIRST_WORD", 0.2)
@@ -112,6 +113,7 @@ def test_the_older_job_is_told(tmp_path):
     zerofn.save(tmp_path / "b", train_state(7))
 
 
+@pytest.mark.whole
 def test_many_saves_of_two_jobs(tmp_path, other):
     """They are told, or wait for each other; there is always one whole checkpoint."""
     path = tmp_path / "a"
@@ -129,6 +131,7 @@ def test_many_saves_of_two_jobs(tmp_path, other):
     assert len(list(path.iterdir())) == 2
 
 
+@pytest.mark.whole
 def test_a_load_while_another_job_saves(tmp_path):
     """It reads one checkpoint or the next, as a whole."""
     path, over = tmp_path / "a", threading.Event()

@@ -111,6 +111,7 @@ def full_at(path, number):
     assert in_fork(work) == 0
 
 
+@pytest.mark.whole
 def test_a_disk_that_is_full_at_any_change_costs_one_save_at_most(tmp_path):
     for number in range(1, 26):
         full_at(tmp_path / f"{number}", number)

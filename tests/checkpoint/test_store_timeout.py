@@ -73,6 +73,7 @@ def test_the_other_ranks_hear_of_it(ranks, silent, tmp_path):
     assert first == f"zerofn.load: rank 1 failed: {second}"
 
 
+@pytest.mark.whole
 def test_a_slow_store_is_waited_for(monkeypatch):
     monkeypatch.setattr(store_timeout, "SILENCE", 0.1)
     monkeypatch.setattr(store_timeout, "_read_timeout", lambda fs: 10.0)  # of a busy machine, on which it is slow, too

@@ -218,6 +218,7 @@ def of_one_process(program):
     return done.stdout.split()
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_posting_when_the_main_thread_has_ended():
     assert of_one_process("""
@@ -231,6 +232,7 @@ threading.Thread(target=late).start()
 """) == ["posted"]
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_posting_in_a_forked_process():
     assert of_one_process("""

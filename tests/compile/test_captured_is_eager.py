@@ -139,7 +139,7 @@ def gpt2_with_checkpointing():
     )  # gradients of tied weights are added in another order
 
 
-@pytest.mark.part(num_ranks=[2])
+@pytest.mark.whole
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_gpt2_with_gradient_checkpointing_and_dropout(ranks, num_ranks):
     ranks(num_ranks, gpt2_with_checkpointing)

@@ -29,7 +29,7 @@ def test_one_rank(tmp_path, case):
     assert checked(tmp_path, case)[0] > 100
 
 
-@pytest.mark.part(num_ranks=[2], cases=[CASES[8::16]])
+@pytest.mark.whole
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES[::16]), (2, CASES[8::16]), (3, CASES[1::8])], ids=str)
 def test_several_ranks(ranks, tmp_path, num_ranks, cases):
     for found in ranks(num_ranks, checked, tmp_path, *cases):

@@ -23,7 +23,7 @@ def test_one_rank(tmp_path, case):
     both(tmp_path, case)
 
 
-@pytest.mark.part(num_ranks=[2], cases=[CASES[10::16]])
+@pytest.mark.whole
 @pytest.mark.parametrize(("num_ranks", "cases"), [(2, CASES[2::16]), (2, CASES[10::16]), (3, CASES[3::8])], ids=str)
 def test_several_ranks(ranks, tmp_path, num_ranks, cases):
     ranks(num_ranks, both, tmp_path, *cases)

@@ -280,6 +280,7 @@ def within_budgets():
         assert_same_trees(found[memory], found["1TB"], f"within {memory}")
 
 
+@pytest.mark.whole
 def test_a_budget_changes_no_bit(ranks):
     ranks(2, within_budgets)
 

@@ -261,7 +261,7 @@ def product(kind, folder):
             assert_same_trees(found, want, f"stage {stage}, {tiers}")
 
 
-@pytest.mark.part(kind=["microbatches"])
+@pytest.mark.whole
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_what_else_a_step_has_every_stage_has_the_same_bits(ranks, tmp_path, kind):
     ranks(2, product, kind, str(tmp_path))
@@ -338,7 +338,7 @@ def part_of(spec, names, rank):
     return [found[name] for name in names]
 
 
-@pytest.mark.part(axes=[()])
+@pytest.mark.whole
 @pytest.mark.parametrize("axes", [(), ("replicate",), ("data",)], ids=str)
 def test_replicas_and_hpz(ranks, axes):
     ranks(4, over_replicas, axes)

@@ -72,6 +72,7 @@ def skipped(precision):
         assert not same(params, start)
 
 
+@pytest.mark.whole
 def test_a_step_with_an_inf_is_skipped(ranks):
     ranks(2, skipped, "fp16")
 

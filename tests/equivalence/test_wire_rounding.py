@@ -143,6 +143,7 @@ def over_replicas():
     return {k: x.double().sum().item() for k, x in found[3, True].items()}
 
 
+@pytest.mark.whole
 def test_replicas_and_hpz(ranks):
     found = ranks(4, over_replicas)
     assert all(x == found[0] for x in found)
@@ -155,6 +156,7 @@ def in_stages():
         assert_same_trees(found, want, f"stage {stage}")
 
 
+@pytest.mark.whole
 def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
     ranks(4, in_stages)
 

@@ -62,6 +62,7 @@ def test_on_two_ranks(by_transformers, tmp_path):
     check(run("finetune.py", *SMALL, "--stage", 2, folder=tmp_path, num_ranks=2), by_transformers)
 
 
+@pytest.mark.whole
 def test_docstrings_do_not_name_their_module(finetune):
     train, held_out = finetune.dataset(finetune.argparse.Namespace(per_module=40))
     assert not {text for text, _ in train} & {text for text, _ in held_out}

@@ -79,6 +79,7 @@ def evaluated_in(library, folder, dtype, **more):
     return found["eval_loss"], found["eval_size"], losses(trainer), seen[0]
 
 
+@pytest.mark.whole
 def test_a_model_that_is_evaluated_in_half_precision(tmp_path):
     """Cast for it, as `bf16_full_eval` says, or so from the begin."""
     for dtype, more in ((torch.float32, {"bf16_full_eval": True}), (torch.bfloat16, {})):

@@ -112,6 +112,7 @@ def keys_after_saves(path) -> list[int]:
     return found
 
 
+@pytest.mark.whole
 def test_the_store_does_not_grow(ranks, tmp_path):
     for counts in ranks(2, keys_after_saves, tmp_path / "checkpoint"):
         assert max(counts[1:]) - min(counts[1:]) <= 2, counts

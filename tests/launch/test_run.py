@@ -41,6 +41,7 @@ def test_a_function_of_a_test_trains_on_ranks_and_leaves_nothing(tmp_path, monke
     assert not list(tmp_path.iterdir()) and "RANK" not in os.environ
 
 
+@pytest.mark.whole
 def test_the_first_error_is_raised_with_its_lines():
     def fails(state):
         if int(os.environ["RANK"]) == 1:

@@ -87,6 +87,7 @@ def test_a_module_ends_with_the_process_that_started_it_and_not_with_its_thread(
     assert killed(STARTS, tmp_path, 2) == ["__main__ ['a']"] * 2
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "number"), [(RUNS, 2), pytest.param(POOL, 2, marks=pytest.mark.whole)], ids=["zerofn.run", "%ranks"]

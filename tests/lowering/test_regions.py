@@ -66,6 +66,7 @@ def run(gm):
     return torch.equal(found, expected)
 
 
+@pytest.mark.whole
 def test_results_have_memory_of_their_own():
     def make(graph, x, y):
         twice = [graph.call_function(aten.add.Tensor, (x, y)) for _ in range(2)]

@@ -316,6 +316,7 @@ def variants(folder):
     assert_same_trees(run(loss_fn, memory=least), plain, "the least budget")
 
 
+@pytest.mark.whole
 def test_remat_offload_and_budgets_keep_the_bits(ranks, tmp_path):
     ranks(2, variants, tmp_path)
 

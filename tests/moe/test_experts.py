@@ -40,6 +40,7 @@ def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage):
     assert_same_training(ranks(num_ranks, trained, name, sizes, stage), plain(name))
 
 
+@pytest.mark.whole
 def test_eager_steps_have_the_bits_of_captured_ones(ranks):
     eager, captured = (ranks(2, trained, "mixtral", {"expert": 2}, 3, x) for x in (False, True))
     assert_same_training(captured, plain("mixtral"))

@@ -242,6 +242,7 @@ def test_a_state_goes_on_with_other_ranks(two):
     assert two.run(WEIGHTS).splitlines()[0] == f"6 {by_one_process(6)} 3"
 
 
+@pytest.mark.whole
 def test_a_rank_that_dies_is_told_and_a_restart_goes_on_from_the_last_save(two, tmp_path):
     two.run(TRAIN)
     two.run(f"%%ranks\nzerofn.save({str(tmp_path / 'run')!r}, state)")

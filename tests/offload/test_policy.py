@@ -223,7 +223,7 @@ def test_what_is_brought_and_put_has_the_bits_of_memory(tmp_path, precision, sha
     on_hosts(tmp_path, stage, precision, 1, share)
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.whole
 @pytest.mark.parametrize(("num_ranks", "stage", "shares"), [(2, 3, (0.0, 1.0)), (2, 2, (1.0,)), (3, 3, (0.5,))])
 def test_what_is_brought_and_put_on_several_ranks_has_the_bits_of_memory(ranks, tmp_path, num_ranks, stage, shares):
     for share in shares:

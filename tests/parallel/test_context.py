@@ -68,6 +68,7 @@ def in_a_ring(memory):
     return plan.memory().total, names_of(graphs(plan.graph))
 
 
+@pytest.mark.whole
 def test_ranks_of_a_ring_keep_to_a_budget_each_by_its_own_operations(ranks):
     (peak, names), (other_peak, other_names) = ranks(2, in_a_ring, None)
     assert names != other_names

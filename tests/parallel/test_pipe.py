@@ -42,6 +42,7 @@ def test_models_are_those_of_plain_torch(ranks, name, sizes, stage, options):
     assert_same_training(found, plain(name))
 
 
+@pytest.mark.whole
 def test_eager_steps_have_the_bits_of_captured_ones(ranks):
     train = partial(trained, num_microbatches=4)
     eager, captured = (ranks(2, train, "llama", {"pipe": 2}, 3, x) for x in (False, True))

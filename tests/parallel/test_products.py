@@ -40,6 +40,7 @@ def variants(sizes, how, ways, folder):
     return [run(), *(run_of[way]() for way in ways)]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("sizes", "how", "ways"), WAYS, ids=str)
 def test_recomputation_budgets_and_drives_keep_the_bits(ranks, tmp_path, sizes, how, ways):
     for (losses, params), *others in ranks(2, variants, sizes, how, ways, tmp_path):

@@ -267,6 +267,7 @@ def in_turn(with_budgets):
     return losses
 
 
+@pytest.mark.whole
 def test_steps_with_and_without_budgets_take_turns(ranks):
     assert ranks(2, in_turn, True) == ranks(2, in_turn, False)
 

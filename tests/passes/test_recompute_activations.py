@@ -104,7 +104,7 @@ def t5():
     return hf.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.part(model=[gpt2])
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "times"), [(gpt2, 5), (t5, 4)])
 def test_a_deep_model_keeps_little(model, times):

@@ -167,7 +167,7 @@ def test_a_budget_takes_tiles_with_the_bits_of_plain_torch(name):
     assert_same_trees(at_least_memory(name), by_torch(name), name)
 
 
-@pytest.mark.part(name=["llama"])
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("name", "options"),
     [("llama", {"precision": "bf16", "num_microbatches": 2}), ("gpt2", {"precision": "bf16"}), ("gpt2", {"stage": 0})],
@@ -216,6 +216,7 @@ def test_what_is_measured_is_what_was_planned():
     assert planned * 0.98 <= peak(step, state, batch_of()) <= planned * 1.005
 
 
+@pytest.mark.whole
 def test_a_plan_for_a_device_takes_tiles_and_counts_their_products():
     def row(memory):
         model, options = build("llama"), {"stage": 3, "precision": "bf16", "remat": "budget", "memory": memory}

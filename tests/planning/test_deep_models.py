@@ -37,6 +37,7 @@ def deep_step(tmp_path, mesh):
     return step()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("sizes", "stage", "remat"), [pytest.param({"data": 4}, 3, None, marks=pytest.mark.whole),
                                                        pytest.param({"data": 4}, 1, None, marks=pytest.mark.whole),
                                                        ({"data": 2, "tensor": 2}, 3, "full")])  # fmt: skip

@@ -204,6 +204,7 @@ def in_parts_on_ranks(sizes, method):
     pytest.param({"context": 2}, "ulysses", marks=pytest.mark.whole),
     pytest.param({"data": 2, "context": 2}, "ring", marks=pytest.mark.whole),
 ])  # fmt: skip
+@pytest.mark.whole
 def test_sequences_in_parts_are_planned_too(ranks, sizes, method):
     """Shards lie along both axes, and attention exchanges heads, or blocks of keys and values, along one."""
     mesh = Mesh.planned(sizes)

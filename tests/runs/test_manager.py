@@ -118,6 +118,7 @@ def losses(folder, values, **options):
     return checkpoints
 
 
+@pytest.mark.whole
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, caplog):
     values = [3.0, 1.0, 2.0, float("nan"), 5.0, 4.0]
     assert losses(tmp_path / "a", values, keep=2).steps() == [5, 6]

@@ -99,7 +99,7 @@ def test_one_gather_a_unit_along_each_axis(ranks, num_ranks, stage):
     ranks(num_ranks, whole_leaves_of_units, stage)
 
 
-def test_units_are_gathered_and_reduced_in_one_file():
+def test_units_are_gathered_and_reduced_in_one_file_and_sums_of_signs_in_another():
     names = {"AllGather", "ReduceScatter", "all_gather", "all_gather_into_", "reduce_scatter", "rows_over", "broadcast"}
 
     def named(module):
@@ -107,4 +107,4 @@ def test_units_are_gathered_and_reduced_in_one_file():
         return {getattr(x, "id", getattr(x, "attr", None)) for x in nodes if isinstance(x, ast.Name | ast.Attribute)}
 
     sends = {x for x in FILES if room(x) in ("sharding", "geometry") and named(x) & names}
-    assert sends == {"zerofn.sharding.transfers"}
+    assert sends == {"zerofn.sharding.transfers", "zerofn.sharding.coded_sums"}

@@ -64,7 +64,7 @@ def test_one_rank(num_microbatches):
     assert at_budgets(3, num_microbatches, None, 3) < 0.9
 
 
-@pytest.mark.part(parts=[1])
+@pytest.mark.whole
 @pytest.mark.parametrize("stage, parts", [(0, 2), (2, 2), (3, 2), (3, 1)])
 def test_two_ranks(ranks, stage, parts):
     first, second = ranks(2, at_budgets, stage, 1, "bf16", parts)
