@@ -18,8 +18,10 @@ def _renew(p: Tensor, grad: Tensor, rate: float, decay: float) -> None:
 define_rule("renew", [], "", lambda: ("renew", {}), {"renew": Rule(5, 0, by_blocks(_renew))})
 
 
-def renewed(old: Tensor, new: Tensor, finite: Tensor) -> Tensor:
-    """Return `new`, or `old` where the finite check, a bool scalar tensor, is False; of one shape and dtype."""
-    zero = torch.zeros((), dtype=torch.int64, device=finite.device)
+def renewed(old: Tensor, new: Tensor, *, finite: Tensor, count: Tensor) -> Tensor:
+    """Return `new`, or `old` where the finite check, a bool scalar tensor, is False; of one shape and dtype.
+
+    `count`: any int64 scalar, since rules are told how many updates there were.
+    """
     runs = [0], [old.numel()], [1.0], [0.0]
-    return torch.ops.zerofn.renew(old, new, zero, None, None, finite, *runs, None, 0)
+    return torch.ops.zerofn.renew(old, new, count, None, None, finite, *runs, None, 0)

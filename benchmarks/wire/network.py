@@ -33,7 +33,7 @@ from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.step.step import check_versions
 from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PEERS, PLAIN, SIGNS, ZEROFN
+from benchmarks.wire.rows import PEERS, PLAIN, SIGNS, ZEROFN, every_of
 from benchmarks.wire.staying import WARMUP_STEPS
 
 MB = 1e6
@@ -125,7 +125,7 @@ class Cell:
     def _turns(self, links: dict[str, Link]) -> Iterator[tuple[str, list[str]]]:
         """(link, rows in the order of this round), round by round; rounds of links alternate."""
         rounds = {name: self.options.rounds or link.rounds[self.world] for name, link in links.items()}
-        apart = {row: max(1, STEPS_APART // every) for row in self._there if (every := _every(row))}
+        apart = {row: max(1, STEPS_APART // every) for row in self._there if (every := every_of(row))}
         for number in range(max(rounds.values())):
             rows = [row for row in self._there if number < apart.get(row, number + 1)]
             shift = number % len(rows)
@@ -134,17 +134,13 @@ class Cell:
                     yield name, rows[shift:] + rows[:shift]
 
     def _step(self, row: str, link: str, steps: int, hosts: Hosts | Loopback, console: Console) -> None:
-        ranks = self._there[row].ask("step", row=row, num=_every(row) or steps)
+        ranks = self._there[row].ask("step", row=row, num=every_of(row) or steps)
         # The loopback interface counts what all ranks send, a cable what its own does.
         sent = statistics.fmean(x["sent"] for x in ranks) / (self.world if hosts.interface == LOOPBACK else 1)
         found = {"ms": max(x["ms"] for x in ranks), "sent": sent, "counted": ranks[0]["counted"]}
         self.found[row].setdefault(link, []).append(found)
         line = f"{link:<11} {row:<24} {found['ms']:.0f} ms, {found['sent'] / MB:.1f} MB"
         console.print(line, highlight=False)
-
-
-def _every(row: str) -> int:
-    return ZEROFN[row].every if row in ZEROFN else 0
 
 
 def reference(world: int, options: argparse.Namespace) -> list[float]:
@@ -158,7 +154,7 @@ def check_losses(row: str, ranks: list[list[float]], expected: list[float]) -> N
     """Raise `BenchmarkError` if a row trains another model than the reference. `ranks`: the losses of each; of ranks
     that train apart, only the first ones are those of one process.
     """
-    exact, alike = row in (PLAIN, "FSDP2", UNCODED), 1 if _every(row) else len(expected)
+    exact, alike = row in (PLAIN, "FSDP2", UNCODED), 1 if every_of(row) else len(expected)
     ranks, expected = [losses[:alike] for losses in ranks], expected[:alike]
     for step, (losses, loss) in enumerate(zip(zip(*ranks, strict=True), expected, strict=True)):
         came = statistics.fmean(losses)

@@ -30,7 +30,7 @@ from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.turns import Ranks
 from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
 from benchmarks.wire.links import Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PLAIN, SIGNS, ZEROFN
+from benchmarks.wire.rows import PLAIN, SIGNS, every_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -78,7 +78,7 @@ def timed(options: argparse.Namespace, console: Console) -> dict[str, list[float
         for number in range(options.rounds):
             shift = number % len(ROWS)
             for row in ROWS[shift:] + ROWS[:shift]:
-                num = row in ZEROFN and ZEROFN[row].every or STEPS_OF_A_TURN
+                num = every_of(row) or STEPS_OF_A_TURN
                 found[row].append(max(x["ms"] for x in ranks.ask("time", row=row, num=num)))
     for row, times in found.items():
         console.print(f"{row:<24} {statistics.median(times):.0f} ms/step at {MBITS} Mbit/s", highlight=False)

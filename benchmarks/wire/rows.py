@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.common.peers import Row, adamw, ddp, deepspeed, fsdp2, state_of, train_once
 from benchmarks.common.workload import SEED, Workload
-from benchmarks.common.zerofn_rows import train_step
+from benchmarks.common.zerofn_rows import Compiled, train_step
 
 Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
@@ -133,8 +133,8 @@ ZEROFN = {
 }
 
 
-class Coded:
-    """A row of ZeroFn's: `coded(tokens)` trains once, and returns the loss."""
+class Coded(Compiled):
+    """A row of ZeroFn's."""
 
     def __init__(self, name: str, work: Workload) -> None:
         import zerofn
@@ -144,6 +144,7 @@ class Coded:
         torch.manual_seed(SEED)
         self.state, self.compiled = begin(init_state, FIRST_COMPRESSED), zerofn.compile(step)
 
-    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.state, metrics = self.compiled(self.state, tokens)
-        return metrics["loss"]
+
+def every_of(row: str) -> int:
+    """After how many steps a row's ranks meet; 0 where they train together."""
+    return ZEROFN[row].every if row in ZEROFN else 0

@@ -10,11 +10,10 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.sent import planned_and_sent
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.comm.transport import SentBytes
-from zerofn.util.process import the
 
 LEARNING_RATE, STEPS = 0.05, 3
 
@@ -227,13 +226,7 @@ def sent_by_a_step(stage, **options):
     state, step = started(stage, tx=optim.adamw(1e-2), **options)
     run, x = zerofn.compile(step), rows(zerofn.rank())
     state, _ = run(state, x)
-    plan, before = run.lower(state, x), the(SentBytes).by_group.total()
-    state, _ = run(state, x)
-    zerofn.unshard(state.params)  # waits for copies
-    zerofn.unshard(state.params)
-    twice, before = the(SentBytes).by_group.total() - before, the(SentBytes).by_group.total()
-    zerofn.unshard(state.params)
-    return plan.sent, twice - 2 * (the(SentBytes).by_group.total() - before)
+    return planned_and_sent(run, state, x)
 
 
 def planned_elsewhere(stage, **options):

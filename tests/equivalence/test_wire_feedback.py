@@ -5,10 +5,9 @@ import torch
 from torch.func import functional_call
 
 import zerofn
-from benchmarks.mesh.training import trained as trained_on
+from tests.equivalence import test_wire_products as products
 from tests.equivalence.test_wire import _gradients, _sum, in_blocks, model, rows
 from tests.equivalence.test_wire_products import trained
-from tests.support import pipe_steps
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import build
 from zerofn import optim
@@ -267,29 +266,15 @@ def test_with_what_else_a_step_has_every_stage_has_the_same_bits(ranks, tmp_path
     ranks(2, product, kind, str(tmp_path))
 
 
-def in_stages():
-    for stage in (0, 3):
-        given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
-        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": WIRE}, **more)
-        assert_same_trees(found, want, f"stage {stage}")
-
-
 @pytest.mark.whole
 def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
-    ranks(4, in_stages)
-
-
-def on_mesh(name, sizes):
-    shards = {"precision": "bf16", "wire": WIRE}
-    want = trained_on(name, sizes, 0, shards=shards)[:2]
-    for stage in (1, 3):
-        assert_same_trees(trained_on(name, sizes, stage, shards=shards)[:2], want, f"stage {stage}")
+    ranks(4, products.in_stages, WIRE)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("axis", ["tensor", "context"])
 def test_along_other_axes_every_stage_has_the_same_bits(ranks, axis):
-    ranks(4, on_mesh, "llama", {axis: 2, "data": 2})
+    ranks(4, products.on_mesh, "llama", {axis: 2, "data": 2}, WIRE)
 
 
 def over_replicas(axes):

@@ -84,22 +84,19 @@ MESHES = [
 ]
 
 
-SHARDS = {"precision": "bf16", "wire": WIRE}
-
-
-def on_mesh(name, sizes):
-    run = functools.partial(trained_on, name, sizes)
-    want = run(0, shards=SHARDS)[:2]
+def on_mesh(name, sizes, wire=WIRE):
+    run, shards = functools.partial(trained_on, name, sizes), {"precision": "bf16", "wire": wire}
+    want = run(0, shards=shards)[:2]
     for stage in (1, 3):
-        assert_same_trees(run(stage, shards=SHARDS)[:2], want, f"stage {stage}")
+        assert_same_trees(run(stage, shards=shards)[:2], want, f"stage {stage}")
     assert not same(want[1], run(3, shards={"precision": "bf16"})[1])
 
 
-def in_stages():
+def in_stages(wire=WIRE):
     """Which reduce once a step, and once a microbatch. A stage has nothing of other stages' units, so no codes."""
     for stage in (0, 3):
         given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
-        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": WIRE}, **more)
+        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": wire}, **more)
         assert_same_trees(found, want, f"stage {stage}")
         assert not same(want[1], pipe_steps.trained("1f1b", 3, stage, given=given, **more)[1])
 

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import zerofn
-from benchmarks.mesh.training import trained as trained_on
 from tests.equivalence import test_wire_products as products
 from tests.equivalence.test_wire import _gradients, _sum, model, rows, started, trained
-from tests.support import pipe_steps
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn import optim
@@ -149,27 +147,12 @@ def test_replicas_and_hpz(ranks):
     assert all(x == found[0] for x in found)
 
 
-def in_stages():
-    for stage in (0, 3):
-        given, more = pipe_steps.params(dtype=torch.float32), {"data": 2}
-        found, want = pipe_steps.both("1f1b", 3, stage, given=given, shards={"wire": DRAWN}, **more)
-        assert_same_trees(found, want, f"stage {stage}")
-
-
 @pytest.mark.whole
 def test_pipelines_have_the_bits_of_the_uncut_step(ranks):
-    ranks(4, in_stages)
-
-
-def on_mesh(name, sizes):
-    run = functools.partial(trained_on, name, sizes)
-    shards = {"precision": "bf16", "wire": DRAWN}
-    want = run(0, shards=shards)[:2]
-    for stage in (1, 3):
-        assert_same_trees(run(stage, shards=shards)[:2], want, f"stage {stage}")
+    ranks(4, products.in_stages, DRAWN)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "sizes"), products.MESHES, ids=str)
 def test_along_other_axes_every_stage_has_the_same_bits(ranks, name, sizes):
-    ranks(4, on_mesh, name, sizes)
+    ranks(4, products.on_mesh, name, sizes, DRAWN)

@@ -10,9 +10,8 @@ from torch.func import functional_call
 import zerofn
 from tests.support import onebit_by_torch
 from tests.support.same import assert_same_trees
+from tests.support.sent import planned_and_sent
 from zerofn import optim
-from zerofn.comm.transport import SentBytes
-from zerofn.util.process import the
 
 RATE, DECAY, FREEZE, STEPS = 0.01, 0.1, 3, 9
 
@@ -317,13 +316,7 @@ def sent_by_a_step(stage, tx):
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(zerofn.rank()))
     for _ in range(2):
         state, _ = run(state, x)
-    plan, before = run.lower(state, x), the(SentBytes).by_group.total()
-    state, _ = run(state, x)
-    zerofn.unshard(state.params)  # waits for copies
-    zerofn.unshard(state.params)
-    twice, before = the(SentBytes).by_group.total() - before, the(SentBytes).by_group.total()
-    zerofn.unshard(state.params)
-    return plan.sent, twice - 2 * (the(SentBytes).by_group.total() - before)
+    return planned_and_sent(run, state, x)
 
 
 def bytes_of_stages():

@@ -6,6 +6,7 @@ into its part of the momentum, of which signs are sent.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -20,6 +21,7 @@ from ..sharding.coded_sums import CodedSum, check_ranks, coded_sum
 from ..sharding.rank_entries import wide, zeros_in_shards, zeros_of_ranks
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.spec import Spec
+from . import checks
 from .base import count_zero
 from .phases import CODED, EXACT, Phase, PhasedState
 
@@ -53,7 +55,7 @@ def initial(params: Any) -> OneBitState:
     """Return the state before the first update: zeros."""
     zeros = lambda: tree.tree_map(torch.zeros_like, params)  # noqa: E731
     count = count_zero(params)
-    worker, server = (_map_nodes(params, each) for each in (_worker_zeros, _server_zeros))
+    worker, server = (tree.tree_map(each, params, is_leaf=is_sharded) for each in (_worker_zeros, _server_zeros))
     return OneBitState(count, count.clone(), zeros(), zeros(), worker, server)
 
 
@@ -65,13 +67,28 @@ def _server_zeros(x: Any) -> Any:
     return zeros_in_shards(x) if is_sharded(x) else torch.zeros_like(x, dtype=wide(x.dtype))
 
 
-def _map_nodes(params: Any, make: Callable[[Any], Any]) -> Any:
-    return tree.tree_map(make, params, is_leaf=is_sharded)
-
-
 def phase_at(freeze_step: int) -> Callable[[int], Phase]:
     """Return the kinds of steps of an optimizer that sends codes from a step on."""
     return lambda count: Phase(EXACT, freeze_step - count) if count < freeze_step else Phase(CODED)
+
+
+class OneBitRule(ABC):
+    """The steps of an optimizer of this name. `apply`: a whole step, see `base.Apply`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @abstractmethod
+    def apply(
+        self, grads: Any, state: Any, params: Any, factor: Tensor | None, finite: Tensor | None
+    ) -> tuple[Any, Any]:
+        """Return the next parameters and state."""
+
+    def update(self, grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Return what a step adds to the parameters."""
+        checks.needs_params(self._name, params)
+        fresh, state = self.apply(grads, state, params, None, None)
+        return tree.tree_map(torch.sub, fresh, params), state
 
 
 class Place(NamedTuple):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from itertools import repeat
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import tree
 from ..ops import frozen_adamw as _op  # noqa: F401  (defines zerofn::frozen_adamw)
 from ..ops.renew import renewed
-from ..sharding.coded_sums import staggered
+from ..sharding.coded_sums import CodedSum, staggered
 from . import checks
 from .adamw import adamw
 from .base import (
@@ -29,7 +28,17 @@ from .base import (
 )
 from .fused import LeafConstants, LeafScale
 from .leaf_runs import TensorRuns, slots
-from .onebit import OneBitState, Place, check_gradients, initial, next_momentum, phase_at, put_back, units_of
+from .onebit import (
+    OneBitRule,
+    OneBitState,
+    Place,
+    check_gradients,
+    initial,
+    next_momentum,
+    phase_at,
+    put_back,
+    units_of,
+)
 from .phases import EXACT, Phase
 from .scale_by_adam import AdamState
 from .torch_optimizers import told
@@ -90,7 +99,7 @@ def adam_of_signs(
     return GradientTransformation(initial, rule.update, about, masks_of(name, mask), Fused(rule.apply, by_runs=True))
 
 
-class _Rule:
+class _Rule(OneBitRule):
     """The steps of both kinds. `averages`: b1, b2 and eps. `exact`: `adamw` with the same hyperparameters."""
 
     def __init__(
@@ -102,14 +111,9 @@ class _Rule:
         exact: GradientTransformation,
         warms_up: bool,
     ) -> None:
-        self._name, self._rate, self._constants, self._exact, self._warms_up = name, rate, constants, exact, warms_up
+        super().__init__(name)
+        self._rate, self._constants, self._exact, self._warms_up = rate, constants, exact, warms_up
         self._b1, self._b2, self._eps = averages
-
-    def update(self, grads: Any, state: OneBitState, params: Any = None) -> tuple[Any, OneBitState]:
-        """Return what a step adds to the parameters."""
-        checks.needs_params(self._name, params)
-        fresh, state = self.apply(grads, state, params, None, None)
-        return tree.tree_map(torch.sub, fresh, params), state
 
     def apply(
         self, grads: Any, state: OneBitState, params: Any, factor: Tensor | None, finite: Tensor | None
@@ -142,7 +146,6 @@ class _Rule:
     ) -> Generator[None, None, list[Tensor]]:
         """Return the next parameters, averages and errors of a unit."""
         p, m, v, g, worker, server = columns
-        old = [m, worker, server]
         if now.exact:
             v = unless_skipped(now.finite, (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype), v)
         moved = yield from next_momentum(place, self._b1, m, g, worker, server)
@@ -150,8 +153,10 @@ class _Rule:
         rates, decays = [now.base * scale for _, scale in constants], [decay for decay, _ in constants]
         how = (now.nu_count, now.lr, now.corrects, now.finite, starts, stops, rates, decays, self._b2, self._eps)
         fresh, v = torch.ops.zerofn.frozen_adamw(p, moved.value, v, *how, None, runs.offset)
-        m, worker, server = moved if now.finite is None else map(renewed, old, moved, repeat(now.finite))
-        return [fresh, m, v, worker, server]
+        if now.finite is not None:
+            renew = partial(renewed, finite=now.finite, count=now.nu_count)
+            moved = CodedSum(*map(renew, (m, worker, server), moved))
+        return [fresh, moved.value, v, moved.worker, moved.server]
 
 
 class _Now(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,15 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants
-from .onebit import check_gradients, initial, next_momentum, phase_at, put_back, units_of
-from .phases import EXACT, PhasedState
+from .onebit import OneBitRule, OneBitState, check_gradients, initial, next_momentum, phase_at, put_back, units_of
+from .phases import EXACT
 from .scale_by_adam import AdamState, averaged_squares, check_moments, corrected, next_moments
 from .torch_optimizers import told
 from .trust_ratio import scale_leaves
 
 
-@dataclass(frozen=True)
-class OneBitLambState(PhasedState):
+@dataclass(frozen=True, kw_only=True)
+class OneBitLambState(OneBitState):
     """The state of `onebit_lamb`: the fields of `OneBitState`, and three more.
 
     `fresh_nu`: the average of squares that goes on behind the freeze step, of gradients that follow from the momentum.
@@ -41,18 +41,9 @@ class OneBitLambState(PhasedState):
     were last multiplied by.
     """
 
-    count: Tensor
-    nu_count: Tensor
-    mu: Any
-    nu: Any
-    worker_error: Any
-    server_error: Any
     fresh_nu: Any
     coefficients: Tensor
     ratios: Tensor
-    phase: str = EXACT
-
-    stored_over: ClassVar[dict[str, str]] = {"worker_error": "ranks", "server_error": "shards"}
 
 
 tree.register_dataclass(OneBitLambState, static=("phase",))
@@ -122,11 +113,12 @@ def onebit_lamb(
     return GradientTransformation(rule.init, rule.update, about, masks_of(name, mask), Fused(rule.apply))
 
 
-class _Rule:
+class _Rule(OneBitRule):
     """The steps of both kinds."""
 
     def __init__(self, name: str, how: _How, constants: LeafConstants) -> None:
-        self._name, self._how, self.constants = name, how, constants
+        super().__init__(name)
+        self._how, self.constants = how, constants
 
     def init(self, params: Any) -> OneBitLambState:
         """Return the state before the first update."""
@@ -134,14 +126,8 @@ class _Rule:
         nodes = tree.leaves(params, is_leaf=is_sharded)
         num = sum(len(x.layout.leaves) if is_sharded(x) else 1 for x in nodes)
         zeros = torch.zeros(num, device=found.count.device)
-        fields = (found.count, found.nu_count, found.mu, found.nu, found.worker_error, found.server_error)
-        return OneBitLambState(*fields, tree.tree_map(torch.zeros_like, found.nu), zeros, torch.ones_like(zeros))
-
-    def update(self, grads: Any, state: OneBitLambState, params: Any = None) -> tuple[Any, OneBitLambState]:
-        """Return what a step adds to the parameters."""
-        checks.needs_params(self._name, params)
-        fresh, state = self.apply(grads, state, params, None, None)
-        return tree.tree_map(torch.sub, fresh, params), state
+        fresh_nu = tree.tree_map(torch.zeros_like, found.nu)
+        return OneBitLambState(**vars(found), fresh_nu=fresh_nu, coefficients=zeros, ratios=torch.ones_like(zeros))
 
     def apply(
         self, grads: Any, state: OneBitLambState, params: Any, factor: Tensor | None, finite: Tensor | None

@@ -272,17 +272,13 @@ def _filled(tangents: Sequence[Tensor | None], values: Sequence[Tensor]) -> list
     return [torch.zeros_like(x) if t is None else t for t, x in zip(tangents, values, strict=False)]
 
 
-def _extremes(values: Any) -> tuple[list[str], Tensor]:
-    parts = _Parts.of(values)
-    return parts.names, parts.reduce(ops.part_extremes).amax(0)
-
-
 def largest(values: Any) -> tuple[list[str], Tensor]:
     """Return the names of all leaves and their largest magnitudes [leaves], with the same bits on every rank.
 
     Not differentiable. All ranks must call it.
     """
-    return _extremes(values)
+    parts = _Parts.of(values)
+    return parts.names, parts.reduce(ops.part_extremes).amax(0)
 
 
 def all_finite(values: Any) -> Tensor:
@@ -290,7 +286,7 @@ def all_finite(values: Any) -> Tensor:
 
     All ranks must call it.
     """
-    return torch.isfinite(_extremes(values)[1]).all()
+    return torch.isfinite(largest(values)[1]).all()
 
 
 def first_nonfinite(values: Any) -> str | None:
@@ -298,5 +294,5 @@ def first_nonfinite(values: Any) -> str | None:
 
     All ranks must call it.
     """
-    names, ends = _extremes(values)
+    names, ends = largest(values)
     return next((n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None)

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..comm.axes import RANKS
 from ..comm.mesh import Axis, Mesh
-from ..geometry.cuts import Cut
-from ..geometry.layout import Layout, Leaf
 from ..util.by_identity import ByIdentity
+from .replica_entries import cut_over, with_entries
 from .sharded import Sharded
 from .spec import Spec
 
@@ -65,8 +64,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 @functools.lru_cache(maxsize=1024)
 def _of_ranks(spec: ByIdentity) -> Spec:
     mesh = _mesh_of_ranks(ByIdentity(spec.value.mesh))
-    layout, partition = spec.value.layout, spec.value.partition
-    return Spec(with_entries(layout, mesh.axes[0].size), replace(partition, mesh=mesh, shard_over=(), copy_over=()))
+    layout, partition = with_entries(spec.value.layout, cut_over(RANKS, mesh.axes[0].size)), spec.value.partition
+    whole = replace(layout, units=tuple(replace(unit, num_shards=1) for unit in layout.units))
+    return Spec(whole, replace(partition, mesh=mesh, shard_over=(), copy_over=()))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -74,18 +74,6 @@ def _in_shards(spec: ByIdentity) -> Spec:
     partition = spec.value.partition
     over = partition.shard_over or ("shards",)
     return Spec(spec.value.layout, replace(partition, shard_over=over, copy_over=(), late=False))
-
-
-def with_entries(layout: Layout, size: int) -> Layout:
-    """Return the layout of entries for so many ranks, each whole on its rank."""
-    cut = Cut(RANKS, 0, size, tuple(((k, k + 1),) for k in range(size)))
-
-    def entry(leaf: Leaf) -> Leaf:
-        cuts = tuple(replace(x, dim=x.dim + 1) for x in leaf.cuts)
-        return replace(leaf, shape=(1, *leaf.shape), cuts=(cut, *cuts))
-
-    units = (replace(unit, leaves=tuple(map(entry, unit.leaves)), num_shards=1) for unit in layout.units)
-    return Layout(tuple(units), layout.treedef, layout.axis)
 
 
 @functools.lru_cache(maxsize=64)

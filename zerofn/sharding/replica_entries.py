@@ -58,8 +58,7 @@ class Replicas:
     @property
     def cut(self) -> Cut:
         """How the entries of a leaf are dealt out."""
-        size = self.axis.size
-        return Cut(APART, 0, size, tuple(((k, k + 1),) for k in range(size)))
+        return cut_over(APART, self.axis.size)
 
     def entries(self, own: Any) -> Any:
         """Return a tree of a replica's own with a `Sharded` in place of each node, in the same memory.
@@ -98,11 +97,7 @@ def _alone(spec: Spec, replicas: Replicas) -> Spec:
 
 
 def _with_entries(spec: Spec, replicas: Replicas) -> Spec:
-    def entry(leaf: Leaf) -> Leaf:
-        cuts = tuple(replace(cut, dim=cut.dim + 1) for cut in leaf.cuts)
-        return replace(leaf, shape=(1, *leaf.shape), cuts=(replicas.cut, *cuts))
-
-    return Spec(_changed(spec.layout, entry), replace(spec.partition, mesh=replicas.apart))
+    return Spec(with_entries(spec.layout, replicas.cut), replace(spec.partition, mesh=replicas.apart))
 
 
 def _without_entries(spec: Spec, replicas: Replicas) -> Spec:
@@ -111,6 +106,21 @@ def _without_entries(spec: Spec, replicas: Replicas) -> Spec:
         return replace(leaf, shape=leaf.shape[1:], cuts=cuts)
 
     return Spec(_changed(spec.layout, own), replace(spec.partition, mesh=replicas.mesh))
+
+
+def cut_over(axis: str, size: int) -> Cut:
+    """Return the cut of a leaf [size, ...] of which each rank along an axis has one entry."""
+    return Cut(axis, 0, size, tuple(((k, k + 1),) for k in range(size)))
+
+
+def with_entries(layout: Layout, cut: Cut) -> Layout:
+    """Return the layout of leaves [entries, *shape], of which a rank has the entry that `cut` gives it."""
+
+    def entry(leaf: Leaf) -> Leaf:
+        cuts = tuple(replace(x, dim=x.dim + 1) for x in leaf.cuts)
+        return replace(leaf, shape=(1, *leaf.shape), cuts=(cut, *cuts))
+
+    return _changed(layout, entry)
 
 
 def _changed(layout: Layout, change: Callable[[Leaf], Leaf]) -> Layout:
