@@ -63,8 +63,9 @@ CASES = [
         "deterministic": (False, "flag"), "watch": ((), "list"),
     }),
     (zerofn.diloco, {
-        "inner_step": (train, "function"), "outer": (None, "ours"), "every": (4, "whole"), "fragments": (1, "whole"),
-        "axis": ("replicate", "text"), "tau": (1, "whole"), "mix": (None, "number"), "wire": (None, "ours"),
+        "inner_step": (train, "function"), "outer": (None, "ours"), "every": (4, "whole"), "after": (0, "whole"),
+        "fragments": (1, "whole"), "axis": ("replicate", "text"), "tau": (1, "whole"), "mix": (None, "number"),
+        "wire": (None, "ours"),
     }),
     (zerofn.eager_region, {"fn": (len, "function"), "like": (len, "function")}),
     (zerofn.microbatched, {"fn": (len, "function"), "n": (2, "whole")}),

@@ -7,6 +7,7 @@ quality.py starts it: python -m benchmarks.wire.gpt_rank --rank R --world N --po
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import statistics
 import sys
@@ -20,7 +21,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.common.processes import HERE
-from benchmarks.wire.rows import FIRST_COMPRESSED, PLAIN, RANK_OF_MATRICES, SIGNS, ZEROFN, in_ddp, in_power_sgd
+from benchmarks.wire.rows import (
+    FIRST_COMPRESSED,
+    PLAIN,
+    RANK_OF_MATRICES,
+    SIGNS,
+    ZEROFN,
+    every_of,
+    in_ddp,
+    in_power_sgd,
+)
 from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, joined, turn
 
 POWER_SGD = f"DDP, PowerSGD {RANK_OF_MATRICES}"
@@ -29,10 +39,12 @@ BETAS, DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0  # the example's own
 
 
 def first_compressed(row: str, num_steps: int) -> int:
-    """The step from which on a row sends less: PowerSGD's documentation advises to leave 10 % as they are, 1-bit Adam's
-    paper takes 15 to 25 %, of which the warm-up of the learning rate is a part.
+    """The step from which on a row sends less: PowerSGD's documentation advises to leave 10 % as they are. 1-bit Adam's
+    paper takes 15 to 25 %, of which the warm-up of the learning rate is a part, and DiLoCo's 24,000 of 88,000 steps.
     """
-    return max(2, num_steps // (4 if row == SIGNS else 10)) if row in (SIGNS, POWER_SGD) else 0
+    if row == POWER_SGD:
+        return max(2, num_steps // 10)
+    return max(2, num_steps // 4) if row == SIGNS or every_of(row) else 0
 
 
 def example(folder: Path, num_steps: int) -> tuple[ModuleType, argparse.Namespace]:
@@ -51,12 +63,14 @@ class Ours:
     def __init__(self, gpt: ModuleType, args: argparse.Namespace, row: str) -> None:
         import zerofn
 
-        self._init, train_step, evaluate, _ = gpt.make_steps(args)
-        self._begun, step = ZEROFN[row].applied(train_step)
-        self._step, self._evaluate, self._transport = zerofn.compile(step), zerofn.compile(evaluate), Transport()
+        self._init, self._train_step, evaluate, _ = gpt.make_steps(args)
+        self._way, self._compiled = ZEROFN[row], functools.cache(zerofn.compile)
+        self._evaluate, self._transport = zerofn.compile(evaluate), Transport()
 
     def begin(self, first: int) -> None:
-        self._state = self._begun(self._init, first)
+        """`first`: see `first_compressed`."""
+        begin, step = self._way.applied(self._init, self._train_step, first)
+        self._state, self._step = begin(), self._compiled(step)
 
     def step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         self._state, metrics = self._step(self._state, batch)
@@ -80,7 +94,6 @@ class InDdp:
         self._rate = optim.warmup_cosine_decay_schedule(0.0, args.learning_rate, warmup, args.steps, 1e-5)
 
     def begin(self, first: int) -> None:
-        """`first`: see `first_compressed`."""
         a = self._args
         torch.manual_seed(a.seed)
         module = self._gpt.GPT(a.vocab, a.context, a.layers, a.heads, a.width, a.dropout)

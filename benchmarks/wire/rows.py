@@ -22,7 +22,7 @@ Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
 
 RANK_OF_MATRICES = 4  # PowerSGD's authors take 1 to 4 for language models
-FIRST_COMPRESSED = 2  # the first step that its hook takes, and 1-bit Adam; a run of training takes more as they are
+FIRST_COMPRESSED = 2  # the first step that its hook takes, 1-bit Adam, and DiLoCo; training takes more as they are
 PLAIN = "DDP"  # what all ratios are to
 SIGNS = "ZeroFn 0, 1-bit Adam"
 
@@ -89,19 +89,19 @@ class Way:
     every: int = 0
     signs: bool = False
 
-    def applied(self, train_step: Any) -> tuple[Callable[[Any, int], Any], Any]:
-        """A step -> what makes its state, and the step to compile. The former takes the function that `zerofn.shard`
-        does, and from which step on 1-bit Adam sends signs.
+    def applied(self, init_state: Any, train_step: Any, first: int) -> tuple[Callable[[], Any], Any]:
+        """What makes the state, and the step to compile. `init_state`: what `zerofn.shard` takes. `first`: the step
+        from which on 1-bit Adam sends signs, and replicas train apart.
         """
         import zerofn
 
         wire = zerofn.Wire(**self.wire) if isinstance(self.wire, dict) else self.wire
         if self.every:
             shard = partial(zerofn.shard, stage=self.stage, mesh=zerofn.Mesh.make(replicate=dist.get_world_size()))
-            step = zerofn.diloco(train_step, every=self.every, wire=wire)
-            return lambda init, _: step.init(shard(init)), step
-        shard = partial(zerofn.shard, stage=self.stage, wire=wire)
-        return lambda init, first: shard(partial(_by_signs, init, first) if self.signs else init), train_step
+            step = zerofn.diloco(train_step, every=self.every, after=first, wire=wire)
+            return lambda: step.init(shard(init_state)), step
+        init = partial(_by_signs, init_state, first) if self.signs else init_state
+        return partial(zerofn.shard, init, stage=self.stage, wire=wire), train_step
 
     def planned(self, plan: Any) -> float:
         """The bytes that a rank sends in a step, on average where ranks meet seldom."""
@@ -140,9 +140,9 @@ class Coded(Compiled):
         import zerofn
 
         init_state, step = train_step(work)
-        begin, step = ZEROFN[name].applied(step)
+        begin, step = ZEROFN[name].applied(init_state, step, FIRST_COMPRESSED)
         torch.manual_seed(SEED)
-        self.state, self.compiled = begin(init_state, FIRST_COMPRESSED), zerofn.compile(step)
+        self.state, self.compiled = begin(), zerofn.compile(step)
 
 
 def every_of(row: str) -> int:

@@ -5,10 +5,22 @@ import time
 
 import pytest
 import torch
-from torch import nn
-from torch.func import functional_call
 
 import zerofn
+from tests.support.diloco_runs import (
+    EVERY,
+    RATE,
+    STEPS,
+    build,
+    loss_of,
+    mine,
+    rows,
+    run,
+    seen,
+    simulated,
+    started,
+    unit_of,
+)
 from tests.support.same import assert_same_trees
 from zerofn import optim, tree
 from zerofn.comm.mesh import Mesh
@@ -17,106 +29,7 @@ from zerofn.cost.machine import machine_of
 from zerofn.job.in_flight import pending
 from zerofn.util.process import the
 
-EVERY, STEPS = 3, 8
-RATE, DECAY = 0.05, 0.1
 OF_REPLICAS = ("replicas", "sent")
-
-
-def build(dtype=torch.float64):
-    """Three layers of odd sizes, so that shards and units cross leaves."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)).to(dtype)
-
-
-def rows(step, replica, dtype=torch.float64):
-    """A replica's batch, which its ranks share."""
-    drawn = torch.randn(8, 12, generator=torch.Generator().manual_seed(100 * step + replica), dtype=torch.float64)
-    return {"x": drawn[:, :7].to(dtype), "y": drawn[:, 7:].to(dtype)}
-
-
-def loss_of(model, params, batch):
-    return (functional_call(model, params, (batch["x"],)) - batch["y"]).square().mean()
-
-
-def simulated(num_replicas, fragments=1, tau=0, mix=0.0, steps=STEPS, every=EVERY, dtype=torch.float64):
-    """One process, plain torch: (losses of each replica, the outer optimizer's parameters, each replica's)."""
-    start = {k: p.detach() for k, p in build(dtype).named_parameters()}
-    models = [build(dtype) for _ in range(num_replicas)]
-    inner = [torch.optim.AdamW(m.parameters(), lr=RATE, weight_decay=DECAY, foreach=False) for m in models]
-    anchor = {k: p.clone().requires_grad_() for k, p in start.items()}
-    layers = sorted({k.split(".")[0] for k in start})
-    parts = [[k for k in start if k.split(".")[0] in layers[f::fragments]] for f in range(fragments)]
-    outer = [
-        torch.optim.SGD([anchor[k] for k in part], lr=0.7, momentum=0.9, nesterov=True, foreach=False) for part in parts
-    ]
-    losses, sent = [], {}
-    for step in range(1, steps + 1):
-        found = []
-        for r, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            optimizer.zero_grad()
-            loss = loss_of(model, dict(model.named_parameters()), rows(step - 1, r, dtype))
-            loss.backward()
-            optimizer.step()
-            found.append(loss.detach())
-        losses.append(torch.stack(found))
-        own = [dict(m.named_parameters()) for m in models]
-        for action in ("send", "use") if tau == 0 else ("use", "send"):
-            for f, part in enumerate(parts):
-                age = step - (f + 1) * every // fragments
-                if action == "send" and age >= 0 and age % every == 0:
-                    sent[f] = {k: sum(anchor[k].detach() - x[k].detach() for x in own) / num_replicas for k in part}
-                if action == "use" and age >= tau and (age - tau) % every == 0:
-                    for k in part:
-                        anchor[k].grad = sent[f][k]
-                    outer[f].step()
-                    for x in own:
-                        for k in part:
-                            x[k].data.copy_(mix * x[k].detach() + (1 - mix) * anchor[k].detach())
-    each = [{k: p.detach().clone() for k, p in m.named_parameters()} for m in models]
-    return torch.stack(losses), {k: p.detach() for k, p in anchor.items()}, each
-
-
-def unit_of(name):
-    return name.split(".")[0]
-
-
-def started(mesh, stage=3, dtype=torch.float64, every=EVERY, num_steps=0, **options):
-    """(step, state)"""
-    model = build(dtype)
-
-    def train_step(state, batch):
-        loss, grads = state.value_and_grad(lambda params, batch: loss_of(model, params, batch))(batch)
-        return state.apply_gradients(grads), loss
-
-    tx = optim.adamw(RATE, weight_decay=DECAY)
-    state = zerofn.shard(
-        lambda: zerofn.TrainState.create(params=dict(build(dtype).named_parameters()), tx=tx),
-        stage=stage, mesh=mesh, unit=unit_of,
-    )  # fmt: skip
-    step = zerofn.diloco(train_step, every=every, **options)
-    return step, step.init(state)
-
-
-def mine(mesh, step, dtype=torch.float64):
-    """This rank's part of its replica's batch."""
-    data = mesh.axis("data") if "data" in [x.name for x in mesh.axes] else None
-    batch = rows(step, mesh.axis("replicate").rank, dtype)
-    return batch if data is None else {k: x.chunk(data.size)[data.rank] for k, x in batch.items()}
-
-
-def run(mesh, step, state, first=0, last=STEPS, dtype=torch.float64):
-    losses = []
-    for k in range(first, last):
-        state, loss = step(state, mine(mesh, k, dtype))
-        losses.append(loss.clone())
-    return state, losses
-
-
-def seen(state):
-    """What every rank sees of a state: (the outer optimizer's parameters, each replica's)."""
-    own = zerofn.unshard(state.replicas.params)
-    num = len(next(iter(own.values())))
-    return zerofn.unshard(state.params), [{k: x[r] for k, x in own.items()} for r in range(num)]
 
 
 def trained(sizes, cases):
@@ -135,13 +48,14 @@ def close(found, wanted):
 PLAIN = {"tau": 0}
 STREAMING = {"tau": 1, "fragments": 2}
 LATE = {"tau": 2, "fragments": 3, "mix": 0.25}
+WARM = {"tau": 1, "after": 2}
 
 
 @pytest.mark.parametrize(
     ("sizes", "cases"),
     [
-        ({"replicate": 2}, [(False, PLAIN), (True, PLAIN), (True, STREAMING), (False, LATE)]),
-        ({"replicate": 2, "data": 2}, [(True, LATE)]),
+        ({"replicate": 2}, [(False, PLAIN), (True, PLAIN), (True, STREAMING), (False, LATE), (True, WARM)]),
+        ({"replicate": 2, "data": 2}, [(True, LATE | {"after": 3})]),
         ({"data": 2, "replicate": 2}, [(False, PLAIN), (True, PLAIN | {"stage": 1})]),
     ],
     ids=str,
@@ -151,7 +65,8 @@ def test_replicas_train_as_a_plain_simulation_of_them(ranks, sizes, cases):
     for found in ranks(num_ranks, trained, sizes, cases):
         for (_, options), (replica, losses, anchor, each) in zip(cases, found, strict=True):
             tau, fragments = options["tau"], options.get("fragments", 1)
-            wanted = simulated(2, fragments, tau, options.get("mix", 0.5 if tau else 0.0))
+            mix, after = options.get("mix", 0.5 if tau else 0.0), options.get("after", 0)
+            wanted = simulated(2, fragments, tau, mix, after=after)
             close(losses, wanted[0][:, replica])
             close(anchor, wanted[1])
             close(each, wanted[2])
@@ -180,7 +95,9 @@ def restarted(sizes, path, options, at):
     return torch.stack(after), seen(state), torch.stack(losses), seen(again)
 
 
-@pytest.mark.parametrize(("options", "at"), [(PLAIN, 4), (LATE, 4)], ids=["plain", "late"])
+@pytest.mark.parametrize(
+    ("options", "at"), [(PLAIN, 4), (LATE, 4), (WARM, 1)], ids=["plain", "late", "before replicas train apart"]
+)
 def test_a_run_goes_on_bit_for_bit_also_with_differences_on_their_way(ranks, tmp_path, options, at):
     for after, state, losses, again in ranks(2, restarted, {"replicate": 2}, tmp_path / "state", options, at):
         assert torch.equal(after, losses)
@@ -380,6 +297,7 @@ def step_of(**options):
     ("options", "sentence"),
     [
         ({"every": 0}, "every=0 inner steps are none; write every=100"),
+        ({"every": 4, "after": -1}, "after=-1 must be the number of first steps that all ranks take together, or 0"),
         ({"every": 4, "fragments": 5}, "fragments=5: .* write a number from 1 to 4"),
         ({"every": 4, "tau": 4}, "tau=4: .* write a number from 0 to 3, or a larger every"),
         ({"every": 4, "mix": 1.0}, "mix=1.0 must be a number from 0 to less than 1"),

@@ -33,13 +33,14 @@ _BARE = tree.structure(0)  # the tree of a tensor alone
 class Replicas:
     """The replicas along an axis of a mesh. `axis`: among which this rank's is one. `mesh`: the ranks of this replica.
     `apart`: all ranks, with replicas that have state of their own. `line`: the ranks that stand for this one in each
-    replica, for what all ranks of a replica hold whole.
+    replica, for what all ranks of a replica hold whole. `whole`: the mesh itself.
     """
 
     axis: Axis
     mesh: Mesh
     apart: Mesh
     line: Mesh
+    whole: Mesh
 
     @staticmethod
     def of(mesh: Mesh, name: str) -> Replicas:
@@ -52,8 +53,9 @@ class Replicas:
         if mesh.ranks:
             grid = torch.tensor(mesh.ranks).view([x.size for x in mesh.axes])
             ranks = tuple(grid.select(mesh.axes.index(axis), axis.rank).flatten().tolist())
-        whole = Mesh((*apart, *(x for x in inner if x not in apart)), mesh.ranks)
-        return Replicas(axis, Mesh(inner, ranks), whole, Mesh((own,), mesh.along(name) if mesh.ranks else ()))
+        all_apart = Mesh((*apart, *(x for x in inner if x not in apart)), mesh.ranks)
+        line = Mesh((own,), mesh.along(name) if mesh.ranks else ())
+        return Replicas(axis, Mesh(inner, ranks), all_apart, line, mesh)
 
     @property
     def cut(self) -> Cut:
@@ -68,8 +70,12 @@ class Replicas:
         return tree.tree_map(lambda x: self._entry(x) if is_sharded(x) else self._whole(x), own, is_leaf=is_sharded)
 
     def own(self, entries: Any) -> Any:
-        """Return what `entries` was given, in the same memory."""
-        return tree.tree_map(self._own, entries, is_leaf=is_sharded)
+        """Return what `entries` was given, in the same memory, on the mesh of the replica."""
+        return self._without(entries, _own)
+
+    def together(self, entries: Any) -> Any:
+        """Return what `entries` was given, in the same memory, on the mesh of all ranks: of replicas that are equal."""
+        return self._without(entries, _together)
 
     def within(self, sharded: Sharded) -> Sharded:
         """Return a `Sharded` of the whole mesh as one of this replica alone."""
@@ -81,10 +87,13 @@ class Replicas:
     def _whole(self, x: Tensor) -> Sharded:
         return Sharded(_of_tensor(tuple(x.shape), x.dtype, ByIdentity(self)), [x.detach().reshape(-1)])
 
-    def _own(self, x: Sharded) -> Any:
-        if [axis.name for axis in x.spec.mesh.axes] == [APART]:  # of what ranks hold whole, unlike of what they share
-            return x.stored[0].decode().view(x.layout.leaves[0].shape[1:])
-        return x.under(_spec(ByIdentity(x.spec), ByIdentity(self), _without_entries))
+    def _without(self, entries: Any, change: Callable[[Spec, Replicas], Spec]) -> Any:
+        def one(x: Sharded) -> Any:
+            if [axis.name for axis in x.spec.mesh.axes] == [APART]:  # what ranks hold whole, unlike what they share
+                return x.stored[0].decode().view(x.layout.leaves[0].shape[1:])
+            return x.under(_spec(ByIdentity(x.spec), ByIdentity(self), change))
+
+        return tree.tree_map(one, entries, is_leaf=is_sharded)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,12 +109,20 @@ def _with_entries(spec: Spec, replicas: Replicas) -> Spec:
     return Spec(with_entries(spec.layout, replicas.cut), replace(spec.partition, mesh=replicas.apart))
 
 
-def _without_entries(spec: Spec, replicas: Replicas) -> Spec:
+def _own(spec: Spec, replicas: Replicas) -> Spec:
+    return _without_entries(spec, replicas.mesh)
+
+
+def _together(spec: Spec, replicas: Replicas) -> Spec:
+    return _without_entries(spec, replicas.whole)
+
+
+def _without_entries(spec: Spec, mesh: Mesh) -> Spec:
     def own(leaf: Leaf) -> Leaf:
         cuts = tuple(replace(cut, dim=cut.dim - 1) for cut in leaf.cuts if cut.axis != APART)
         return replace(leaf, shape=leaf.shape[1:], cuts=cuts)
 
-    return Spec(_changed(spec.layout, own), replace(spec.partition, mesh=replicas.mesh))
+    return Spec(_changed(spec.layout, own), replace(spec.partition, mesh=mesh))
 
 
 def cut_over(axis: str, size: int) -> Cut:

@@ -35,6 +35,7 @@ from .outer_step import (
     Meeting,
     anchor_of,
     fragments_of,
+    masters_of,
     meeting_of,
     outer_step_of,
     part,
@@ -49,14 +50,16 @@ Step = Callable[[Any, Any], Any]
 class DilocoState:
     """What a step of `diloco` takes and returns.
 
-    `step`: inner steps so far, an int64 scalar on the host. `params`: the parameters that the outer optimizer has made,
-    the same on all replicas; these are to be evaluated and exported. `opt_state`: the outer optimizer's state of each
-    fragment. `replicas`: the inner state with an entry for each replica: a leaf [*shape] of it is [replicas, *shape]
-    here, also for `unshard` and `save`. `sent`: of each fragment, the differences that replicas have sent last; () with
-    `tau=0`.
+    `step`: inner steps so far, an int64 scalar on the host. `began`: how many of them were over when replicas began to
+    train apart, likewise; -1 before. `params`: the parameters that the outer optimizer has made, the same on all
+    replicas; these are to be evaluated and exported. Until replicas train apart they are a copy of the inner ones.
+    `opt_state`: the outer optimizer's state of each fragment. `replicas`: the inner state with an entry for each
+    replica: a leaf [*shape] of it is [replicas, *shape] here, also for `unshard` and `save`. `sent`: of each fragment,
+    the differences that replicas have sent last; () with `tau=0`.
     """
 
     step: Tensor
+    began: Tensor
     params: Sharded
     opt_state: tuple[Any, ...]
     replicas: Any
@@ -66,12 +69,13 @@ class DilocoState:
 tree.register_dataclass(DilocoState)
 
 
-@checked("inner_step", "every", "axis", "fragments", "tau")
+@checked("inner_step", "every", "after", "axis", "fragments", "tau")
 def diloco(
     inner_step: Callable[[Any, Any], Any],
     outer: GradientTransformation | None = None,
     *,
     every: int,
+    after: int = 0,
     axis: str = REPLICATE,
     fragments: int = 1,
     tau: int = 1,
@@ -92,13 +96,13 @@ def diloco(
     which ranks are replicas.
 
     `fragments`: in how many parts parameters are sent. Units are dealt out to them one after the other. Fragment f of F
-    is sent behind each inner step s with s % every == (f + 1) * every // F % every. `tau`: how many inner steps later
-    its outer step comes; the sums of differences travel behind the first half of these, their means behind the other.
-    With `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain DiLoCo: replicas wait for it.
-    `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of the outer optimizer's; None is
-    0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are sent: "bf16", "int8", "fp8", or a
-    `zerofn.Wire`, whose `reduce` is for differences and `gather` for means, rounded to nearest. All replicas decode
-    the same means.
+    is sent behind each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: how
+    many inner steps later its outer step comes; the sums of differences travel behind the first half of these, their
+    means behind the other. With `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain
+    DiLoCo: replicas wait for it. `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of
+    the outer optimizer's; None is 0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are
+    sent: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose `reduce` is for differences and `gather` for means, rounded
+    to nearest. All replicas decode the same means.
 
     The step takes what its method `init` returns, see `DilocoState`. Every rank must call it. A replica that is slow is
     waited for where its differences are used; one that fails ends the job. Its last checkpoint is loaded by any
@@ -110,7 +114,7 @@ def diloco(
     >>> diloco(lambda state, batch: (state, None), every=100, tau=0)
     diloco(every=100, axis='replicate', fragments=1, tau=0)
     """
-    _check_arguments(outer, every, fragments, tau, mix)
+    _check_arguments(outer, every, after, fragments, tau, mix)
     outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     share = float(mix) if mix is not None else 0.5 if tau else 0.0
     form = wire_of(wire)
@@ -124,10 +128,10 @@ def diloco(
             "diloco: rounding='stochastic' needs the key of a step, and between steps, where differences are sent, "
             "there is none; leave rounding out of its wire."
         )
-    return Diloco(inner_step, outer, every, axis, fragments, tau, share, form)
+    return Diloco(inner_step, outer, every, after, axis, fragments, tau, share, form)
 
 
-def _check_arguments(outer: Any, every: int, fragments: int, tau: int, mix: Any) -> None:
+def _check_arguments(outer: Any, every: int, after: int, fragments: int, tau: int, mix: Any) -> None:
     """Raise `TypeError` or `ValueError` for what `diloco` does not take."""
     if is_torchs(outer):
         raise TypeError(f"diloco: outer must be a zerofn.optim.GradientTransformation, got {advice(outer)}")
@@ -143,6 +147,8 @@ def _check_arguments(outer: Any, every: int, fragments: int, tau: int, mix: Any)
         )
     if every < 1:
         raise ValueError(f"diloco: every={every} inner steps are none; write every=100, for example.")
+    if after < 0:
+        raise ValueError(f"diloco: after={after} must be the number of first steps that all ranks take together, or 0.")
     if not 1 <= fragments <= every:
         raise ValueError(
             f"diloco: fragments={fragments}: each is sent behind a step of its own, of which there are every={every}; "
@@ -168,6 +174,7 @@ class Diloco:
     inner_step: Step
     outer: GradientTransformation
     every: int
+    after: int
     axis: str
     fragments: int
     tau: int
@@ -177,7 +184,8 @@ class Diloco:
 
     def __repr__(self) -> str:
         shown = f"every={self.every}, axis={self.axis!r}, fragments={self.fragments}, tau={self.tau}"
-        return f"diloco({shown}{f', mix={self.mix}' if self.mix else ''}{f', wire={self.wire!r}' if self.wire else ''})"
+        more = {"after": self.after, "mix": self.mix, "wire": self.wire}
+        return f"diloco({shown}{''.join(f', {name}={x!r}' for name, x in more.items() if x)})"
 
     @property
     def __name__(self) -> str:
@@ -189,8 +197,8 @@ class Diloco:
         return outer_step_of(self.outer, self.mix)
 
     def init(self, state: Any) -> DilocoState:
-        """Return the state of a run that begins: each replica has `state`, whose memory it takes over. The key of a
-        `TrainState`'s draws becomes each replica's own. All ranks must call it; nothing is sent.
+        """Return the state of a run that begins: each replica has `state`, whose memory it takes over. All ranks must
+        call it; nothing is sent.
 
         `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for another mesh, for
         hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
@@ -207,20 +215,39 @@ class Diloco:
             raise ValueError(
                 f"diloco: {self.outer!r} keeps moments in blocks, as an inner optimizer can; leave it out."
             )
-        if isinstance(state, TrainState):
-            state = state.replace(rng=fold_in(state.rng, replicas.axis.rank))
         zeros = tuple(Differences(x.spec, [torch.zeros_like(y) for y in x.shards]) for x in sent)
-        return DilocoState(torch.zeros((), dtype=torch.int64), anchor, outer, replicas.entries(state), zeros)
+        step = torch.zeros((), dtype=torch.int64)
+        return DilocoState(step, torch.full_like(step, -1), anchor, outer, replicas.entries(state), zeros)
 
     def __call__(self, state: DilocoState, batch: Any) -> tuple[DilocoState, Any]:
         """Take an inner step, and the outer ones that are due."""
         self.check(state)
         replicas = replicas_of(state.params.spec.mesh, self.axis)
-        found = self.inner_step(replicas.own(state.replicas), batch)
+        together = self.trains_together(state)
+        if not together and state.began < 0:
+            state = self._apart(state, replicas)
+        found = self.inner_step((replicas.together if together else replicas.own)(state.replicas), batch)
         if not isinstance(found, tuple) or len(found) != 2:
             raise TypeError(f"diloco: inner_step must return (state, aux), got {told(found)}.")
         with torch.no_grad():
-            return _Meetings(self, replicas, state, found[0]).state(), found[1]
+            end = _Meetings(self, replicas, state, found[0])
+            return end.followed() if together else end.state(), found[1]
+
+    def trains_together(self, state: DilocoState) -> bool:
+        """Return whether all ranks train together in the next step."""
+        return int(state.began) < 0 and int(state.step) < self.after
+
+    def _apart(self, state: DilocoState, replicas: Replicas) -> DilocoState:
+        """Return the state with which replicas begin to train apart: the key of a `TrainState`'s draws becomes each
+        replica's own, and the outer optimizer begins from the parameters as they are.
+        """
+        own = replicas.own(state.replicas)
+        if isinstance(own, TrainState):
+            own = own.replace(rng=fold_in(own.rng, replicas.axis.rank))
+        with torch.no_grad():
+            parts = [part(state.params, x) for x in fragments_of(state.params, self.fragments)]
+            outer = tuple(self.outer.init(x) for x in parts)
+        return replace(state, began=state.step.clone(), opt_state=outer, replicas=replicas.entries(own))
 
     def check(self, state: Any) -> None:
         """Raise `TypeError` or `ValueError` unless `init`, with the same fragments, has made a state."""
@@ -233,7 +260,7 @@ class Diloco:
             )
 
     def due(self, count: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the fragments that are sent behind inner step `count`, from 1, those that go on, and those used."""
+        """Return the fragments that are sent behind inner step `count`, from 1 on, those that go on, and those used."""
         ages = {}
         for f in range(self.fragments):
             first = (f + 1) * self.every // self.fragments
@@ -301,10 +328,20 @@ class _Meetings:
         self._params, self._outer, self._sent = state.params, list(state.opt_state), list(state.sent)
         self._run = step.run_outer or step.outer_step
 
+    def followed(self) -> DilocoState:
+        """Return the next state of replicas that train together."""
+        spec, shards = self._params.spec, masters_of(self._leaves[self._at])
+        return replace(
+            self._before,
+            step=self._before.step + 1,
+            params=Sharded(spec, shards),
+            replicas=self._replicas.entries(tree.unflatten(self._treedef, self._leaves)),
+        )
+
     def state(self) -> DilocoState:
         """Return the next state."""
         step = self._before.step + 1
-        begin, go_on, use = self._step.due(int(step))
+        begin, go_on, use = self._step.due(int(step - self._before.began))
         if begin or go_on or use:
             fragments = fragments_of(self._params, self._step.fragments)
             for f in go_on:

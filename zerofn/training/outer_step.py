@@ -38,8 +38,12 @@ def fragments_of(params: Sharded, num: int) -> list[Fragment]:
 def anchor_of(params: Sharded) -> Sharded:
     """Return a copy of parameters: masters, stored plainly beside the model, and no gathered copy."""
     partition = replace(params.spec.partition.beside(), copy_over=(), late=False, tier=Offload())
-    shards = [x.loaded().decode().to(x.device, copy=True) for x in params.stored]
-    return Sharded(Spec(params.layout, partition), shards)
+    return Sharded(Spec(params.layout, partition), masters_of(params))
+
+
+def masters_of(params: Sharded) -> list[Tensor]:
+    """Return copies of the masters' shards, stored plainly beside the model."""
+    return [x.loaded().decode().to(x.device, copy=True) for x in params.stored]
 
 
 def part(x: Sharded, fragment: Fragment) -> Sharded:
