@@ -193,16 +193,22 @@ def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
     """
     found = ["", ""]
     last: list[tuple[FrameType, int]] = []
+    passed_by: dict[str, bool] = {}  # whether a file is a library's: asked at every call
 
     def tell() -> None:
         if last and not found[0] and moved() is not None:
             found[:] = f" at {last[0][0].f_code.co_filename}:{last[0][1]}", settings_behind(last)
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
-        if _of_library(frame):
+        file = frame.f_code.co_filename
+        if file not in passed_by:
+            passed_by[file] = _of_library(frame)
+        if passed_by[file]:
             return None
         tell()
-        if event in ("line", "call"):
+        if event == "line" and last and last[0][0] is frame:
+            last[0] = frame, frame.f_lineno  # its callers stand where they stood
+        elif event in ("line", "call"):
             last[:] = _callers(frame)
         elif event == "return":  # the caller goes on in its line
             last[:] = itertools.dropwhile(lambda x: _of_library(x[0]), _callers(frame.f_back))

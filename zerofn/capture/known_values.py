@@ -198,12 +198,20 @@ def _unless_known(is_tracing: Callable[..., bool]) -> Callable[..., bool]:
     return asked
 
 
+@functools.lru_cache(maxsize=1)
+def _modules_with(original: Any, _num_modules: int) -> list[Any]:
+    """Return transformers' modules that have imported its `is_tracing`. Thousands may be loaded: they are looked
+    through again when there are others.
+    """
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+    return [module for module in modules if vars(module).get("is_tracing") is original]
+
+
 def _replacements() -> Iterator[Replacement]:
     """Replace transformers' `is_tracing(x)`, which keeps its models from looking at `x`, wherever it was imported."""
     original = getattr(sys.modules.get("transformers.utils.import_utils"), "is_tracing", None)
-    for name, module in list(sys.modules.items()) if original is not None else ():
-        if name.startswith("transformers.") and vars(module).get("is_tracing") is original:
-            yield module, "is_tracing", _unless_known
+    for module in _modules_with(original, len(sys.modules)) if original is not None else ():
+        yield module, "is_tracing", _unless_known
 
 
 values_looked_at = Patches(_replacements)  # a context: inside, libraries look at the values that are known
