@@ -63,6 +63,7 @@ def labels(last=2):
     return {"x": torch.ones(4, 4), "y": torch.tensor([0, 1, 2, last])}
 
 
+@pytest.mark.part(n=[2], stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_failing_operation_names_its_line(n, stage):

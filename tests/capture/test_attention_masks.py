@@ -157,7 +157,12 @@ def nothing_recognised(patch):
         yield
 
 
-@pytest.mark.part(precision=[None])
+SOME = ["none", "triangle", "triangle of the least number", "window for each row", "band of an encoder"]
+SOME += ["triangle and padding", "padding twice", "padding", "window and padding", "what depends on data"]
+SOME += ["whole numbers", "padding that was written to"]
+
+
+@pytest.mark.part(precision=[None], name=SOME)
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_is_called_with_what_its_mask_stands_for_and_keeps_its_bits(name, precision, monkeypatch):
@@ -171,6 +176,7 @@ def test_attention_is_called_with_what_its_mask_stands_for_and_keeps_its_bits(na
         assert_same_trees(found, run_steps(zerofn.compile(step), precision))
 
 
+@pytest.mark.part(name=["triangle and padding"])
 @pytest.mark.parametrize("name", ["triangle", "window", "triangle and padding", "padding"])
 def test_where_torch_takes_another_kernel_it_keeps_its_bits(name):
     """Dropout, and a kernel that the user chooses."""

@@ -50,8 +50,7 @@ def both(step, stage):
     return found
 
 
-@pytest.mark.part(size=[3], stage=[3])
-@pytest.mark.part(size=[2], stage=[1], step=[of_largest])
+@pytest.mark.part(size=[2], stage=[3])
 @pytest.mark.parametrize("step", [of_means, of_largest])
 @pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (2, 1), (2, 3), (3, 2), (3, 3)])
 def test_captured_is_eager(ranks, size, stage, step):

@@ -174,7 +174,7 @@ def on_a_mesh(sizes, rank_along):
     return found, loss, {name: after[name] for name, _ in build().named_parameters()}
 
 
-@pytest.mark.part(num_ranks=[2], axis=["tensor", "replicate"])
+@pytest.mark.part(num_ranks=[2], axis=["tensor"])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes", "axis"),
     [

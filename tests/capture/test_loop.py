@@ -162,6 +162,7 @@ def test_batch_norms_running_values_go_from_microbatch_to_microbatch():
         assert torch.equal(state.extra[name], value) and torch.equal(eager.extra[name], value)
 
 
+@pytest.mark.part(used=[True])
 @pytest.mark.parametrize("used", [False, True])
 def test_what_a_microbatch_leaves_outside_has_no_value(used):
     """Not returned, and not computed with: it would be a tensor that stands in for one."""

@@ -105,6 +105,7 @@ def test_a_setting_of_none_is_the_cause_and_gets_its_default():
         zerofn.compile(step)(zerofn.shard(state), torch.randn(2, 4))
 
 
+@pytest.mark.whole
 def test_a_branch_that_is_the_models_own_is_no_setting():
     text = failure(threshold=3)
     assert "asks for the value of a tensor" in text and "because of" not in text

@@ -70,6 +70,7 @@ def of_constants(net, params, batch):
     return functional_call(net, params, (packed,))[0].data.square().mean() + part.sum()
 
 
+@pytest.mark.part(loss=[of_a_list])
 @pytest.mark.parametrize("loss", [of_a_list, of_constants])
 def test_captured_recurrent_networks_on_packed_sequences_are_eager_ones(loss):
     assert_captured_is_eager(*stepping(nn.GRU(4, 3), loss), [batch_of((5, 3, 1))])

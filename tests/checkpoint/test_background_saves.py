@@ -56,7 +56,8 @@ CASES = [(0, "device", None), (1, "host", "bf16"), (2, "device", None), (3, "dev
 CASES += [(3, "host, parameters", None), (3, "drive", None)]
 
 
-@pytest.mark.part(size=[1, 3])
+@pytest.mark.part(size=[1])
+@pytest.mark.part(size=[3], case=[1])
 @pytest.mark.parametrize("size, case", [(n, k) for k in range(len(CASES)) for n in (1 + k % 3, 1 + (k + 1) % 3)])
 def test_a_background_save_has_the_state_as_it_was(ranks, tmp_path, size, case):
     stage, tier, precision = CASES[case]

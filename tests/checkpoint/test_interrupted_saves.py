@@ -57,7 +57,8 @@ def seed_at(path: Path) -> int | None:
     return next((seed for seed in (OLD, NEW) if not first_difference(loaded, train_state(seed))), None)
 
 
-@pytest.mark.part(point=["write", "written", "before the manifest"])
+@pytest.mark.part(point=["write"], rank=[1])
+@pytest.mark.part(point=["before the manifest"])
 @pytest.mark.parametrize(
     "point, rank, found",
     [

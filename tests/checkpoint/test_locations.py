@@ -146,6 +146,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     is_there(path, 8)
 
 
+@pytest.mark.part(anywhere=["objects", "s3"])
 def test_one_job_at_a_time(anywhere, monkeypatch):
     """A save by another process that lives is waited for; one that is silent is taken for dead."""
     monkeypatch.setattr(owner, "SILENCE", 1.0)
@@ -248,6 +249,7 @@ def test_commands(tmp_path, capsys):
     assert "step:" in printed
 
 
+@pytest.mark.part(anywhere=["objects"])
 def test_weights_are_read_and_exported(anywhere, tmp_path):
     state = train_state(7)
     zerofn.save(anywhere, state)

@@ -87,9 +87,9 @@ SAVES = {  # name: (ranks, mesh, stage, options)
 LOADS = [  # ranks, mesh, stage, options, from which
     (1, {"data": 1}, 3, {}, ["t2", "t3", "d2t2", "t2r2", "t4", "t3d1 halves", "r2d2 hpz"]),
     (2, {"tensor": 2}, 0, {}, ["t3", "d2", "t2r2", "d2r2 hpz halves"]),
-    (3, {"tensor": 3}, 3, {"precision": "bf16"}, ["t3", "d2t2", "t4"]),
+    pytest.param(3, {"tensor": 3}, 3, {"precision": "bf16"}, ["t3", "d2t2", "t4"], marks=pytest.mark.whole),
     pytest.param(3, {"data": 3}, 2, {}, ["t2", "t4"], marks=pytest.mark.whole),
-    (4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"]),
+    pytest.param(4, {"tensor": 2, "data": 2}, 1, {}, ["t2", "d2", "d2t2"], marks=pytest.mark.whole),
     pytest.param(4, {"replicate": 2, "tensor": 2}, 3, {}, ["t4", "t3"], marks=pytest.mark.whole),
     pytest.param(4, {"tensor": 4}, 2, {}, ["d2t2", "t2"], marks=pytest.mark.whole),
     pytest.param(4, {"context": 2, "tensor": 2}, 1, {}, ["t3", "c2d2"], marks=pytest.mark.whole),

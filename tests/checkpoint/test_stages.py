@@ -60,9 +60,9 @@ SAVES = {  # name: (ranks, mesh, stage, options)
 }
 LOADS = [  # ranks, mesh, stage, options, from which
     (1, {"data": 1}, 3, {}, [*SAVES]),
-    (2, {"pipe": 2}, 0, {}, ["p3", "p2 v", "p2d2", "d2"]),
+    pytest.param(2, {"pipe": 2}, 0, {}, ["p3", "p2 v", "p2d2", "d2"], marks=pytest.mark.whole),
     (2, {"pipe": 2}, 2, {"schedule": "interleaved"}, ["p2", "p2t2", "p2r2 halves"]),
-    (3, {"pipe": 3}, 3, {"precision": "bf16"}, ["p2", "p2t2", "d2"]),
+    pytest.param(3, {"pipe": 3}, 3, {"precision": "bf16"}, ["p2", "p2t2", "d2"], marks=pytest.mark.whole),
     pytest.param(4, {"pipe": 2, "data": 2}, 1, {}, ["p2", "p2t2", "p3"], marks=pytest.mark.whole),
     pytest.param(4, {"pipe": 2, "tensor": 2}, 3, {"schedule": "zbv"}, [*SAVES], marks=pytest.mark.whole),
     pytest.param(4, {"pipe": 4}, 3, {}, [*SAVES], marks=pytest.mark.whole),

@@ -58,6 +58,7 @@ def gradients(axis, captured):
     ], of(lambda y, p: y.square().mean() + penalty(p, axis, r))
 
 
+@pytest.mark.part(axis=["replicate", "context"])
 @pytest.mark.parametrize(("axis", "captured"), [("data", True), ("context", False), ("replicate", True)])
 def test_a_psum_over_the_batch_is_refused_and_what_is_right_is_plain_torch(ranks, axis, captured):
     for found, penalized in ranks(2, gradients, axis, captured):

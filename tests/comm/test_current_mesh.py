@@ -65,7 +65,7 @@ def on_a_mesh(sizes):
     return found, looked, captured, gathered.sort().values, loss, zerofn.unshard(state.params)
 
 
-@pytest.mark.part(sizes=[{"data": 2, "tensor": 2}, {"replicate": 2, "data": 2}])
+@pytest.mark.part(sizes=[{"data": 2, "tensor": 2}])
 @pytest.mark.parametrize(
     "sizes",
     [{"data": 2, "tensor": 2}, {"data": 2, "context": 2}, {"replicate": 2, "data": 2}, {"expert": 2, "data": 2}],

@@ -76,6 +76,7 @@ def not_donating(stage, check=0):
     guards.CHECK = 0
 
 
+@pytest.mark.part(stage=[1], check=[1])
 @pytest.mark.parametrize(("stage", "check"), [(1, 0), (1, 1), (3, 0)])
 def test_without_donation_on_several_ranks(ranks, stage, check):
     ranks(2, not_donating, stage, check)
@@ -93,8 +94,7 @@ def holders(stage):
     assert state.params.shards[0].isfinite().all()
 
 
-@pytest.mark.part(size=[2], stage=[0, 3])
-@pytest.mark.part(size=[1], stage=[3])
+@pytest.mark.part(size=[2], stage=[3])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_who_holds_the_same_pieces_hears_of_it(ranks, size, stage):
@@ -110,8 +110,7 @@ def test_another_step_is_told_too():
         zerofn.compile(lambda s, b: loss_of(module)(s.params, b))(state, batch_of())
 
 
-@pytest.mark.part(size=[2], stage=[0, 3])
-@pytest.mark.part(size=[1], stage=[3])
+@pytest.mark.part(size=[2], stage=[3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_average_that_starts_as_the_parameters_themselves(ranks, stage, size):

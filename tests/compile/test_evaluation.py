@@ -44,7 +44,6 @@ def evaluations(stage, precision):
 
 
 @pytest.mark.part(stage=[1], precision=["bf16"])
-@pytest.mark.part(stage=[3], precision=[None])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_evaluation_and_training_with_and_without_the_gathered_copy(ranks, stage, precision):

@@ -35,7 +35,7 @@ def fails_at_run_time(stage, late):
             return type(error).__name__, str(error), repr(before.params)
 
 
-@pytest.mark.part(stage=[3])
+@pytest.mark.part(stage=[3], late=[True])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_fails_on_one_rank_ends_on_all(ranks, stage, late):

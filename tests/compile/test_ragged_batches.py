@@ -58,7 +58,7 @@ def other_sizes(name):
     return zerofn.unshard(state.params)
 
 
-@pytest.mark.part(name=[0, 3])
+@pytest.mark.part(name=[3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_ranks_with_other_sizes_train_as_ddp_does(ranks, name):
     """Each rank's loss is a mean over its rows, and the gradient the mean of these."""
@@ -111,7 +111,7 @@ def uneven(step, at_first):
     run(state, batch_of(rank(), rows=5 - rank()))
 
 
-@pytest.mark.part(at_first=[False])
+@pytest.mark.part(at_first=[False], step=[few_rows, by_rows])
 @pytest.mark.parametrize("at_first", [True, False])
 @pytest.mark.parametrize("step", TOLD)
 def test_what_ranks_with_other_sizes_may_not_do_is_told_on_all(ranks, step, at_first):

@@ -48,7 +48,7 @@ def three_steps(step, stage, folder):
     assert_same_trees(zerofn.unshard(state), zerofn.unshard(eager))
 
 
-@pytest.mark.part(stage=[1, 3])
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("step", [by_number, declared_late])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_number_that_differs_raises_on_all_ranks_and_changes_nothing(ranks, stage, step):
@@ -146,7 +146,6 @@ def constants(step, stage):
 
 
 @pytest.mark.part(stage=[3])
-@pytest.mark.part(stage=[0], step=[closed_over])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize(
     ("step", "told"),
@@ -188,7 +187,7 @@ def free(stage):
     assert torch.equal(loss, eager_loss) and aux == (1.0 + rank) * rank and size > 1
 
 
-@pytest.mark.part(size=[3])
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_loss_and_aux_may_have_a_ranks_own_numbers(ranks, size):
     for stage in (0, 3):
@@ -209,6 +208,7 @@ def averaged(stage):
     return state.extra, drawn
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_state_that_depends_on_a_ranks_own_draw_is_averaged(ranks, stage):
     (first, a), (second, b) = ranks(2, averaged, stage)

@@ -152,6 +152,7 @@ def test_a_step_refused_on_one_rank_raises_on_all(ranks):
 # --- mistakes of another kind than impurity
 
 
+@pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("kind", [collections.UserDict, BatchEncoding])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_any_mapping_is_a_batch(kind, num_microbatches):

@@ -123,6 +123,7 @@ def test_what_runs_graphs_takes_what_they_take(run):
     assert seconds == pytest.approx(2 * 2 * 64 * 16 * 32 / 1e9)
 
 
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_takes_what_attention_takes():
     def with_it(p, q):
@@ -144,6 +145,8 @@ def test_a_loop_moves_what_its_rounds_move():
     assert found[2].keys() == found[4].keys()  # gathers and reductions of parameters, however many rows there are
 
 
+@pytest.mark.part(options=[{}], kv_heads=[2])
+@pytest.mark.part(options=[{"remat": "full"}], kv_heads=[4])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"remat": "full"}])
 def test_a_decoder_takes_what_the_field_counts(kv_heads, options):

@@ -52,6 +52,7 @@ def same_output(plain: nn.Module, shapes: nn.Module, kwargs: dict[str, Any]) -> 
     assert all(p.is_meta for p in shapes.parameters())
 
 
+@pytest.mark.part(name=["gpt2", "t5", "resnet", "mixtral"])
 @pytest.mark.parametrize("name", list(tiny_models.BUILDERS))
 def test_transformers_models(name: str) -> None:
     plain, shapes = plain_and_skeleton(tiny_models.BUILDERS[name])

@@ -74,6 +74,7 @@ def test_recorded_streams_would_keep_what_is_copied(case):
         assert_little_more(*planned(**case, records=True))
 
 
+@pytest.mark.whole  # test_steps_reserve_little_more_than_planned has segments that grow
 def test_segments_that_grow_have_fewer_fragments():
     """Which is why a step with a budget asks for them."""
     assert_little_more(*planned(3, precision="bf16", rows=512, expandable=True))

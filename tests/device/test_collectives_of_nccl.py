@@ -88,6 +88,7 @@ def every_collective():
     return sorted(set(counted))
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective(ranks, size):
     every = ["all_gather_single", "all_to_all_single", "permute", "reduce_scatter_single"]
@@ -122,7 +123,6 @@ def both(stage, precision, frozen):
     return got, expected
 
 
-@pytest.mark.part(stage=[3], precision=["fp16"])
 @pytest.mark.part(stage=[0], precision=["bf16"])
 @pytest.mark.parametrize(
     ("size", "precision", "frozen"), [(2, None, False), (2, "bf16", True), (3, "fp16", False), (3, None, True)]

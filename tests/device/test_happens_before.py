@@ -23,7 +23,7 @@ def checked(folder, *cases):
     return found
 
 
-@pytest.mark.part(case=CASES[5:22:4])
+@pytest.mark.part(case=CASES[5:22:8])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank(tmp_path, case):
     assert checked(tmp_path, case)[0] > 100

@@ -17,7 +17,7 @@ def both(folder, *cases):
         assert_same_trees(*found, f"{case}, rank {rank()}", equal_nan=True)
 
 
-@pytest.mark.part(case=CASES[4:21:4])
+@pytest.mark.part(case=CASES[8:21:8])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_one_rank(tmp_path, case):
     both(tmp_path, case)

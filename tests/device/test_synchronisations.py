@@ -72,7 +72,7 @@ def run(program, num_steps):
         step.run(list(state))
 
 
-@pytest.mark.part(tiers=[None], share=[0.0])
+@pytest.mark.part(tiers=[None], share=[0.0], precision=["bf16"], num_microbatches=[2])
 @pytest.mark.part(tiers=[ALL_ON_HOST], share=[1.0])
 @pytest.mark.parametrize("tiers", [None, HOST, ALL_ON_HOST], ids=str)
 @pytest.mark.parametrize(

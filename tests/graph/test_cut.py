@@ -143,6 +143,7 @@ def crossings(found, count):
     return rows
 
 
+@pytest.mark.part(count=[3])
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("split", [True, False])
 def test_pieces_have_the_bits_of_the_body(count, split):
@@ -173,7 +174,7 @@ def test_pieces_of_models_have_the_bits_of_the_body(name, count, split):
     assert crossings(found, count) == CROSSES[name][count - 2]
 
 
-@pytest.mark.part(name=["llama"])
+@pytest.mark.part(name=["llama"], count=[3])
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_a_boundary_is_where_the_fewest_bytes_cross(name, count, monkeypatch):

@@ -130,6 +130,7 @@ def differentiated_rounds(p, x):
     return y + p["b"]
 
 
+@pytest.mark.part(model=[differentiated_rounds])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch asks
 @pytest.mark.parametrize("model", [differentiated_rounds, attention])

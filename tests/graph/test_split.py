@@ -126,6 +126,7 @@ def trained(name, precision=None, **options):
 PLACES = ("canonicalize", "read_local_shards", "assign_buffers")
 
 
+@pytest.mark.part(name=["odd", "adapted", "mixtral"])
 @pytest.mark.parametrize("name", MODELS)
 def test_two_pieces_have_the_bits_of_the_whole(name):
     make, loss_fn, batch = MODELS[name]()
@@ -145,6 +146,8 @@ def assert_steps_are_the_same(name, places, **options):
         assert ours == peak
 
 
+@pytest.mark.part(name=["layers"])
+@pytest.mark.part(options=[{"remat": "full"}])
 @pytest.mark.parametrize(
     ("name", "options"), [("odd", {}), ("odd", {"remat": "full"}), ("layers", {"precision": "fp16"})]
 )
@@ -152,6 +155,7 @@ def test_all_passes_take_a_split_body(name, options):
     assert_steps_are_the_same(name, PLACES, **options)
 
 
+@pytest.mark.whole
 def test_all_passes_take_a_split_body_on_two_ranks(ranks):
     ranks(2, assert_steps_are_the_same, "odd", PLACES[::2])
 

@@ -31,7 +31,6 @@ def scaled(factor):
 
 
 @pytest.mark.part(n=[2], stage=[3])
-@pytest.mark.part(n=[1], stage=[1])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize(

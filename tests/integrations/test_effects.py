@@ -168,6 +168,7 @@ def assert_alike(found, expected, where="host"):
         assert found == pytest.approx(expected, rel=1e-6) if isinstance(expected, float) else found == expected, where
 
 
+@pytest.mark.part(parts=[2])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", [Appends, Counts, Chooses, Logs])
 def test_what_a_method_does_is_done_after_every_step(kind, parts, caplog):

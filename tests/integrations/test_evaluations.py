@@ -77,6 +77,7 @@ def evaluated(*strategy):
     return found + module.norms
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_evaluation_of_lightning_writes_and_has_gradients(ranks, num_ranks):
     for stage in (3,) if num_ranks == 1 else (1, 3):
@@ -133,6 +134,7 @@ def on_both(folder):
     return evaluated_by(Ours, folder)
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_evaluation_of_trainer_writes_and_has_gradients(ranks, tmp_path, num_ranks):
     found = on_both(tmp_path) if num_ranks == 1 else ranks(num_ranks, on_both, tmp_path, group=False)[0]

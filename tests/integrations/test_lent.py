@@ -62,6 +62,7 @@ class Ours:
     Trainer, TrainingArguments = Trainer, TrainingArguments
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_penalties_on_parameters_in_a_trainers_loss(ranks, tmp_path, num_ranks):
     one = num_ranks == 1

@@ -142,7 +142,7 @@ CASES = {
 }
 
 
-@pytest.mark.part(name=["plain", "accumulating", "two rates"])
+@pytest.mark.part(name=["accumulating", "two rates"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_of_lightning(name, caplog):
     caplog.set_level("INFO", "zerofn")
@@ -258,6 +258,7 @@ def test_configure_model_makes_shapes_only():
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)
 
 
+@pytest.mark.whole  # test_a_run_that_goes_on_has_the_same_bits goes on, too
 def test_a_second_fit_goes_on_and_so_does_a_second_trainer():
     found = []
     for strategies in (("auto", "auto"), (ZeroFnStrategy(stage=3), ZeroFnStrategy(stage=3))):
@@ -407,6 +408,7 @@ class Swaps(pl.Callback):
         module.load_state_dict(self.kept, strict=False)
 
 
+@pytest.mark.whole
 @pytest.mark.part(precision=["bf16-mixed"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_weights_of_another_kind_for_the_validation(tmp_path, precision):

@@ -279,6 +279,7 @@ class Losses(pl.Callback):
         self.found += [float(outputs["loss"]), *(group["lr"] for group in trainer.optimizers[0].param_groups)]
 
 
+@pytest.mark.part(parts=[4])
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("make", [EverySecond, WarmUp, ClosureFirst, ZeroGradFirst])
 def test_an_overridden_step_of_the_optimizer_is_lightnings(make, parts):

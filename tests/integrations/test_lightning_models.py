@@ -112,6 +112,7 @@ def with_ema(strategy, folder):
     return module.losses, [{k: x.clone() for k, x in each.items()} for each in found]
 
 
+@pytest.mark.whole  # test_lightning_changes averages, too
 def test_an_average_of_weights_is_lightnings(tmp_path):
     theirs, ours = with_ema(lambda: "auto", tmp_path / "theirs"), with_ema(ZeroFnStrategy, tmp_path / "ours")
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-5)

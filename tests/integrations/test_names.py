@@ -46,6 +46,7 @@ class ours:
     Trainer, TrainingArguments = Trainer, TrainingArguments
 
 
+@pytest.mark.part(build=[a_model_of_experts])
 @pytest.mark.parametrize("build, rows", [(a_picture_model, pictures), (a_model_of_experts, sentences)])
 def test_files_open_as_the_model_that_was_trained(tmp_path, build, rows):
     mine, plain = (trained(x, tmp_path / x.__name__, build, rows()) for x in (ours, transformers))

@@ -47,7 +47,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.part(name=["clipped", "accumulating", "epochs, whose last update is smaller"])
+@pytest.mark.part(name=["clipped", "epochs, whose last update is smaller"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_losses_of_transformers(tmp_path, name, caplog):
     caplog.set_level("INFO", "zerofn")
@@ -222,6 +222,7 @@ def in_half(library, folder, precision):
     return trainer, (losses(trainer), norms, found["eval_loss"], found["eval_size"]), dtypes
 
 
+@pytest.mark.whole  # test_float16_is_autocast_with_a_gradient_scaler has half precision
 def test_bfloat16_is_transformers(tmp_path):
     """But for what is rounded elsewhere: sums of layers and weights of norms have half precision here."""
     (_, mine, ours_in), (_, plain, theirs_in) = (
@@ -348,6 +349,7 @@ def looking(library, folder, case, **more):
     return [*losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
+@pytest.mark.part(case=["right, weights"])
 @pytest.mark.parametrize(
     "case, more",
     [pytest.param("left", {}, marks=pytest.mark.whole), ("left", {"gradient_accumulation_steps": 2}),
@@ -478,6 +480,7 @@ def test_a_deepspeed_configuration(tmp_path):
         TrainingArguments(**options(tmp_path, deepspeed=DEEPSPEED, fsdp=True))
 
 
+@pytest.mark.part(kind=["WarmupDecayLR"])
 @pytest.mark.parametrize(
     "kind, expected",
     [
@@ -496,6 +499,7 @@ def test_a_scheduler_of_deepspeeds(tmp_path, kind, expected):
     np.testing.assert_allclose(shown, rates, rtol=1e-6)
 
 
+@pytest.mark.whole  # Lightning's is in make test
 def test_a_state_on_drives_trains_and_evaluates(tmp_path):
     given = {"eval_dataset": rows(6)}
     there, here = (ours(tmp_path, more, **given) for more in ({"offload": "nvme"}, {}))

@@ -48,6 +48,7 @@ def loss_function(kind):
     return kind, {"compute_loss_func": loss}
 
 
+@pytest.mark.part(case=[own_methods])
 @pytest.mark.parametrize("case", [own_methods, loss_function])
 def test_outputs_are_the_models_own(tmp_path, case):
     found = []

@@ -78,7 +78,7 @@ def train(library, case, folder):
     return trainer
 
 
-@pytest.mark.part(case=[optimizer_and_scheduler, plateau])
+@pytest.mark.part(case=[optimizer_and_scheduler])
 @pytest.mark.parametrize("case", [optimizer_and_scheduler, some_parameters, plateau, own_step, callback])
 def test_what_a_script_makes_counts(tmp_path, case):
     plain, mine = (train(library, case, tmp_path) for library in (transformers, ours))

@@ -109,6 +109,7 @@ def there_and_back(path, full, moments, make_like):
     agree("exported", "")
 
 
+@pytest.mark.part(make_like=[in_stages])
 @pytest.mark.parametrize("make_like", [in_slices, in_stages])
 def test_slices_and_stages(ranks, tmp_path, make_like):
     full, moments = ranks(2, fsdp2_writes, tmp_path / "ck")[0]

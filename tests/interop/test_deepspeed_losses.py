@@ -37,8 +37,9 @@ def losses(name, stage):
     return found
 
 
-@pytest.mark.part(stage=[3])
-@pytest.mark.part(stage=[1], name=["AdamW, clipped by default, accumulating"])
+@pytest.mark.part(
+    stage=[3], name=["AdamW, clipped by default, accumulating", "Adam with L2", "OneCycle", "Adagrad", "RMSprop"]
+)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_same_losses(ranks, name, stage):

@@ -90,6 +90,7 @@ DEEPSEEK = {
 SLIDING = {**LLAMA, "model_type": "gemma3_text", "architectures": None, "num_hidden_layers": 12, "head_dim": 8}
 
 
+@pytest.mark.part(config=[DEEPSEEK, SLIDING])
 @pytest.mark.parametrize(("config", "expected"), [(LLAMA | {"num_hidden_layers": 9}, (9, 0)), (DEEPSEEK, (6, 2)),
                                                   (T5, (0, 0)), (SLIDING, (12, 11))])  # fmt: skip
 def test_layers_that_are_alike_are_counted(tmp_path, config, expected):

@@ -35,6 +35,7 @@ def attempt(store, size, late=()):
     return found
 
 
+@pytest.mark.part(size=[1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("late", [(), (0,), (1,)])
 def test_every_attempt_has_keys_of_its_own(size, late):

@@ -62,7 +62,7 @@ def out_of_step(other, stage, size, folder):
     return "nothing was raised"
 
 
-@pytest.mark.part(size=[2], stage=[3])
+@pytest.mark.part(size=[2], stage=[3], other=["save", "evaluation"])
 @pytest.mark.part(size=[3], stage=[1])
 @pytest.mark.parametrize(
     ("size", "stage", "other"),
@@ -111,6 +111,7 @@ def other_entries(needed):
     return str(caught.value)
 
 
+@pytest.mark.part(needed=[True])
 @pytest.mark.parametrize("needed", [False, True])
 def test_an_entry_that_one_batch_lacks_is_named_in_later_steps_too(ranks, needed):
     for told in ranks(2, other_entries, needed, timeout=40):

@@ -110,6 +110,7 @@ CASES = {
 }
 
 
+@pytest.mark.part(case=["fp16", "dropout", "microbatches", "clipped adamw"])
 @pytest.mark.parametrize("case", CASES)
 def test_replays_have_the_bits_of_the_step(case):
     state, found = trained(*started(**CASES[case]), nan_at=(4,) if case == "clipped adamw" else ())
@@ -154,6 +155,7 @@ def forgets(patch, what):
         patch.setattr(segments, "_is_scalar_of_host", lambda node: False)
 
 
+@pytest.mark.part(what=["", "seeds", "copies of inputs", "addresses"])
 @pytest.mark.parametrize("what", ["", "seeds", "copies of inputs", "addresses", "clones of results", "scalars"])
 def test_what_a_replay_needs_is_missed_where_it_is_left_out(monkeypatch, what):
     """Two states, one after the other and the first again, with a schedule and dropout."""

@@ -27,6 +27,8 @@ WAYS = {
 }
 
 
+@pytest.mark.part(way=["alone"], name=["mixtral", "resnet"])
+@pytest.mark.part(name=["llama"], way=["recomputed", "microbatches"])
 @pytest.mark.parametrize(
     "name, way",
     [
@@ -35,8 +37,6 @@ WAYS = {
         ("t5", "recomputed"),
     ],
 )
-@pytest.mark.part(way=["alone"], name=["gpt2", "t5", "mixtral", "resnet"])
-@pytest.mark.part(name=["llama"])
 def test_bits_are_those_of_the_step_without_regions(name, way):
     plain, alone, none = trained(name, **WAYS[way])
     found, planned, regions = trained(name, passes=OUTLINED, **WAYS[way])
@@ -97,6 +97,7 @@ def targets(gm):
     ]
 
 
+@pytest.mark.part(name=["gpt2"])
 @pytest.mark.parametrize("name, least", [("llama", 0.94), ("gpt2", 0.85), ("t5", 0.85)])
 def test_most_of_the_memory_that_a_compiler_could_fuse_is_touched_in_regions(name, least):
     _, plan, found = trained(name, passes=OUTLINED)

@@ -134,6 +134,7 @@ def test_a_truncated_library_is_compiled_again(new_libraries, after_compiling):
     assert [x.stat().st_size > 1000 for x in new_libraries()] == [True]
 
 
+@pytest.mark.whole  # test_a_truncated_library_is_compiled_again is what is left then
 def test_a_compiler_that_is_killed_leaves_no_library(new_libraries, no_files, after_compiling):
     def killed(path):
         raise KeyboardInterrupt

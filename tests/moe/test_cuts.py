@@ -360,6 +360,7 @@ def halved(sizes, stage):
     return told, zerofn.unshard(state.params)
 
 
+@pytest.mark.whole  # test_experts.py and test_compiled.py have the axis
 @pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_experts_may_be_cut_along_tensor_too(ranks, stage):

@@ -244,6 +244,7 @@ def test_the_models_own_choice_of_kernels_is_captured(ranks):
             torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.part(capacity=[1.0])
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_one_rank_of_all_axes_is_not_warned(capacity):
     """Nothing differs from rank to rank, so that more ranks would not be refused."""
@@ -271,6 +272,7 @@ def other_numbers_of_rows(captured):
     by_default({"expert": 2}, 1 + torch.distributed.get_rank(), captured=captured)
 
 
+@pytest.mark.part(captured=[True])
 @pytest.mark.parametrize(
     ("captured", "message"), [(True, "Every rank's batch must have the same shapes"), (False, "ranks are out of step")]
 )

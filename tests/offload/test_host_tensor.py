@@ -64,8 +64,7 @@ def mixed(gm):
 
 
 @pytest.mark.part(precision=["fp16"], tiers=TIERS[2:3])
-@pytest.mark.part(precision=["bf16"], tiers=TIERS[4:5])
-@pytest.mark.part(precision=["fp32"], tiers=TIERS[::8])
+@pytest.mark.part(precision=["bf16"], tiers=TIERS[4:5], on_nonfinite=["skip"])
 @pytest.mark.parametrize("tiers", TIERS, ids=str)
 @pytest.mark.parametrize(
     ("precision", "tx", "on_nonfinite"),
@@ -87,7 +86,7 @@ def of_several_sizes(num_layers):
     return torch.nn.Sequential(*[torch.nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
 
-@pytest.mark.part(num_layers=[2, 7])
+@pytest.mark.part(num_layers=[2])
 @pytest.mark.parametrize("num_layers", [2, 7, 20])
 @pytest.mark.parametrize("tx", [CLIPPED, SCHEDULED])
 def test_what_waits_on_the_host_for_its_update_is_counted(tmp_path, monkeypatch, tx, num_layers):

@@ -69,7 +69,7 @@ def the_bits_of_memory(path, change, on_nonfinite, precision):
         assert_same_trees(run(Offload(path=path, **tiers)), expected, what)
 
 
-@pytest.mark.part(on_nonfinite=["skip"], change=[swapped, again])
+@pytest.mark.part(on_nonfinite=["skip"], change=[swapped])
 @pytest.mark.parametrize(("on_nonfinite", "precision"), [("skip", "bf16"), ("ignore", "bf16"), ("ignore", None)])
 @pytest.mark.parametrize("change", [kept, copied, swapped, averaged, again])
 def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_nonfinite, precision):

@@ -291,6 +291,7 @@ def saved(folder):
     return {k: x.sum(0) for k, x in whole.worker_error.items()}, whole.server_error
 
 
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size, others", [(2, (1, 3)), (3, (2,))])
 def test_other_numbers_of_ranks_go_on_with_the_same_sum_of_errors(ranks, size, others, tmp_path):
     sums, server = ranks(size, saved, str(tmp_path / "saved"))[0]

@@ -222,7 +222,7 @@ def _at_ranks(name, other):
     trees.assert_close(updated, expected, "update")
 
 
-@pytest.mark.part(size=[3])
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_shards_are_the_plain_tree_at_every_stage(ranks, size):
     ranks(size, _all_at_ranks)

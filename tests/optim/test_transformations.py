@@ -198,6 +198,7 @@ def test_captured_steps_are_the_eager_ones(ranks, size):
     ranks(size, _compiled_at_ranks, list(COMPILED), timeout=300.0)
 
 
+@pytest.mark.whole  # one process has all of them in test_captured_steps_are_the_eager_ones
 @pytest.mark.part(size=[3], stages=[(3,)])
 @pytest.mark.parametrize(("size", "stages"), [(2, (0, 1, 2)), (3, (1,)), (3, (3,))])
 def test_captured_steps_are_the_eager_ones_at_every_stage(ranks, size, stages):

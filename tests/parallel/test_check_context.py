@@ -23,8 +23,8 @@ def made(name, **more):
         return getattr(transformers, name)._from_config(config(**{**TEXT, **more}))
 
 
+@pytest.mark.part(method=["ring"], name=["RobertaForMaskedLM"])
 @pytest.mark.parametrize("name", ["RobertaForMaskedLM", "CamembertForTokenClassification", "XLMRobertaXLForMaskedLM"])
-@pytest.mark.part(method=["ring"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_models_that_count_positions_from_their_padding_are_taken(caplog, name, method):
     context(made(name), MESH, method=method)
@@ -52,6 +52,7 @@ def test_layers_of_windows_are_taken_but_in_a_ring(caplog):
         context(made("ModernBertForMaskedLM", **windows), MESH, method="ring")
 
 
+@pytest.mark.part(name=["FNetForMaskedLM", "DogeForCausalLM", "RobertaForSequenceClassification"])
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -115,6 +115,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.part(name=["llama", "bert"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_plans_are_taken(caplog, name):
     kind, plan = RIGHT[name]

@@ -23,7 +23,7 @@ ODD = transformers.LlamaConfig(**{**SMALL, "num_attention_heads": 3, "num_key_va
 CASES = [
     pytest.param("llama", 3, {"context": 3}, 0, "ring", marks=pytest.mark.whole),  # rings of 3: test_attention.py
     pytest.param("llama, 2 key heads", 4, {"context": 4}, 1, "ulysses", marks=pytest.mark.whole),
-    ("qwen3", 4, {"data": 2, "context": 2}, 2, "ring"),
+    pytest.param("qwen3", 4, {"data": 2, "context": 2}, 2, "ring", marks=pytest.mark.whole),
     pytest.param("mixtral", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
     pytest.param("qwen3_moe", 3, {"context": 3}, 2, "ulysses", marks=pytest.mark.whole),
     pytest.param("deepseek_v3", 2, {"replicate": 1, "context": 2}, 3, "ring", marks=pytest.mark.whole),

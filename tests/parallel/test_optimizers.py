@@ -136,6 +136,7 @@ def noise(sizes):
     return found + [torch.equal(ours[name], whole[name]) for name in SHAPES]
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"), [(2, {"tensor": 2}), (3, {"tensor": 3}), (4, {"data": 2, "tensor": 2})]
 )

@@ -45,6 +45,7 @@ def parts_of(model):
     return [part for row in cuts.stages for part in row.parts]
 
 
+@pytest.mark.part(plan=["of modules"])
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_plan_decides(plan):
     names, parts = PLANS[plan]

@@ -56,7 +56,6 @@ def placed(graph):
             yield place, at, where[touched[node][-1]], node.meta["val"].nbytes
 
 
-@pytest.mark.part(stage=[0])
 @pytest.mark.part(stage=[3], num_microbatches=[2])
 @pytest.mark.quick(stage=[3])
 @pytest.mark.parametrize(("stage", "num_microbatches"), [(0, 1), (1, 1), (2, 1), (2, 2), (3, 1), (3, 2)])
@@ -136,7 +135,7 @@ def losses_and_parameters(stage, num_microbatches, edit):
     return trained(6, 16, NORMED, 3, **how, passes=edit)[1]
 
 
-@pytest.mark.part(size=[3], stage=[3])
+@pytest.mark.part(size=[2], stage=[3])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("size", [2, 3])
 def test_values_stay(ranks, size, stage):
@@ -272,6 +271,7 @@ def test_steps_with_and_without_budgets_take_turns(ranks):
     assert ranks(2, in_turn, True) == ranks(2, in_turn, False)
 
 
+@pytest.mark.whole  # test_budgets_leave_room_for_static_buffers has budgets, test_steps_share_memory two steps
 def test_a_budget_is_not_broken_by_what_another_step_reserves(ranks):
     assert ranks(2, beside_a_larger_one, "1GB") == [True, True]
 

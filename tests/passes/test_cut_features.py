@@ -133,6 +133,7 @@ def of_two_losses(schedule):
     return both(schedule, 3, 3, step=step)
 
 
+@pytest.mark.whole  # test_everything_at_once
 def test_two_losses(ranks):
     assert_same_on_all(ranks(2, of_two_losses, "zbv"))
 

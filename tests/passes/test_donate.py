@@ -164,7 +164,7 @@ def results_on_donated_memory(make, precision, stages):
         assert_as_eager(make(module), make_state)
 
 
-@pytest.mark.part(precision=["bf16"], make=[aux_gathers_late, same_value_twice])
+@pytest.mark.part(precision=["bf16"], make=[aux_gathers_late])
 @pytest.mark.parametrize("make", [aux_is_state, aux_reads_late, aux_gathers_late, same_value_twice])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_results_that_stand_on_donated_memory_keep_their_values(ranks, make, precision):

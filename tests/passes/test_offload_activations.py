@@ -178,7 +178,6 @@ def num_back(plan):
     return sum(n.target is ops.bring.default and phase_of(n) == BACKWARD for gm in gms for n in gm.graph.nodes)
 
 
-@pytest.mark.part(num_microbatches=[2], drop=[False])
 @pytest.mark.part(num_microbatches=[1], drop=[True])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
@@ -192,6 +191,7 @@ def test_steps_with_offloaded_activations_have_the_same_bits(monkeypatch, num_mi
     assert num_back(plan) == told[0] > 5 or drop and num_back(plan) > 2
 
 
+@pytest.mark.whole
 @pytest.mark.part(name=["gpt2"])
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_models(monkeypatch, name):

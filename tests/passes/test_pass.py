@@ -390,6 +390,7 @@ def reads_parameters(program):
     output.args = (values,)
 
 
+@pytest.mark.part(stage=[0, 3])
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("name", ["donate", "raise_updates", "assign_buffers"])
 def test_a_parameter_is_not_read_after_its_update(name, stage):
@@ -509,7 +510,7 @@ ANYWHERE = [
 ]
 
 
-@pytest.mark.part(stage=[0, 3])
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize(("stage", "n", "donating", "options"), ANYWHERE)
 def test_a_pass_that_changes_nothing_can_stand_anywhere(stage, n, donating, options, tmp_path):
     if tier := options.get("tier"):

@@ -51,6 +51,7 @@ def test_one_rank(num_microbatches):
     assert compared(3, num_microbatches, None) > 2  # of a linear layer, tanh and dropout not much is left out
 
 
+@pytest.mark.whole  # test_on_two_ranks_all_stages_have_the_same_bits of tiles recomputes, too
 @pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks(ranks, stage):

@@ -78,6 +78,7 @@ def test_numbers_of_other_kinds_are_other_masks():
     assert (pairs(before), pairs(after)) == (4, 3)
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(("layer", "remat"), [(None, None), (None, "full"), (checkpointed, None)])
 def test_a_step_saves_one_mask_and_has_the_bits_of_the_eager_one(stage, layer, remat):

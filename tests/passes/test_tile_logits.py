@@ -162,6 +162,7 @@ def by_torch(name):
     return {"losses": losses, "params": {k: v.detach() for k, v in model.named_parameters()}}
 
 
+@pytest.mark.part(name=["plain", "gpt2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_budget_takes_tiles_with_the_bits_of_plain_torch(name):
     assert_same_trees(at_least_memory(name), by_torch(name), name)
@@ -280,6 +281,7 @@ def test_logits_that_something_else_reads_stay_whole(model, read, has_aux):
     assert heads(model, read, has_aux) == {}
 
 
+@pytest.mark.whole
 def test_without_the_pass_logits_stay_whole():
     options = {"passes": lambda ours: [x for x in ours if x.name != "tile_logits"]}
     low = least("llama", **options)

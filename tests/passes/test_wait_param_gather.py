@@ -117,7 +117,7 @@ def read_part(state, _):
     return state, zerofn.gather(state.params["3"])["3.weight"].sum()
 
 
-@pytest.mark.part(between=[evaluated, read])
+@pytest.mark.part(between=[evaluated])
 @pytest.mark.parametrize("between", [nothing, read, evaluated, flattened, read_part])
 def test_the_first_use_of_a_copy_between_steps_waits_for_it(ranks, between):
     late = [ranks(2, losses, stage, between) for stage in (1, 2)]

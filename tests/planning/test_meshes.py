@@ -476,6 +476,7 @@ def test_shards_are_cut_over_replicas_where_they_do_not_fit_without():
     assert not any(row.config.again for row in away)  # it has no effect beside offloaded parameters
 
 
+@pytest.mark.whole
 def test_a_higher_stage_is_tried_where_a_lower_one_has_too_little():
     lower, higher = (planned({"data": 2}, stage)[0].needs.device for stage in (1, 3))
     assert higher < lower
@@ -565,6 +566,7 @@ def test_sequences_are_cut_where_whole_ones_do_not_fit():
     )
 
 
+@pytest.mark.whole  # test_sequences_are_cut_where_whole_ones_do_not_fit says why axes are left out
 def test_a_batch_that_is_not_cut_is_told():
     def make(mesh):
         return in_parts(mesh)[0], None

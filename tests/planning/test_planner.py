@@ -42,7 +42,7 @@ def real(stage, precision, folder):
     return memory.peak, memory.host, memory.disk, sorted(plan.transfers().items())
 
 
-@pytest.mark.part(size=[3])
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_plan_is_what_the_step_on_such_a_machine_is(ranks, tmp_path, size):
     for stage, precision, folder in (

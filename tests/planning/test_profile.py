@@ -43,6 +43,7 @@ def test_profiling_trains_two_steps():
     assert_same_trees(state, plain)
 
 
+@pytest.mark.part(num_microbatches=[2])
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_all_of_a_step_is_accounted_for(num_microbatches):
     before = time.time()

@@ -91,6 +91,7 @@ def on_gpus(sizes, precision=None, cuts=None):
     return row
 
 
+@pytest.mark.part(precision=["bf16"])
 @pytest.mark.parametrize("precision", [None, "bf16"])
 def test_two_stages_take_half_of_what_one_does_and_a_bubble(precision):
     """Ranks compute together what one rank computes alone, and so does the table of `pipe`."""
@@ -154,6 +155,7 @@ def test_a_step_without_cuts_gets_those_of_pipe():
     assert own.pipelined._replace(crossing=0) == row.pipelined._replace(crossing=0)  # whose parts had all rows
 
 
+@pytest.mark.whole
 def test_the_cuts_of_other_axes_are_an_argument_of_pipe():
     mesh = Mesh.planned({"pipe": 2, "tensor": 2})
     assert _usual_cuts(mesh).endswith("pipe(model, mesh, loss_fn, batch, cuts=zerofn.parallel.tensor(model, mesh))")

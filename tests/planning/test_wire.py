@@ -46,6 +46,7 @@ def seconds(wire, rate, far=False, **options):
     return planned(machine, wire=wire, **options).timeline().seconds
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_on_slow_links_it_gains_what_is_not_sent(stage):
     found = planned(stage=stage).break_even

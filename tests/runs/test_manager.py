@@ -65,7 +65,7 @@ def resumed(folder, stage):
     return checkpoints.steps()
 
 
-@pytest.mark.part(size=[1, 3])
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size, stage", [(1, 0), (2, 3), (3, 1)])
 def test_a_run_in_parts_is_the_run_in_one(ranks, tmp_path, size, stage):
     """What was trained since the last save is trained again."""
@@ -166,6 +166,7 @@ def past_damage(folder):
     assert losses(folder, [5.0, 5.0], keep=1).steps() == [4]
 
 
+@pytest.mark.part(size=[2])
 @pytest.mark.parametrize("size", [1, 2])
 def test_damaged_ones_are_passed_over(ranks, tmp_path, size):
     ranks(size, past_damage, tmp_path / "a")

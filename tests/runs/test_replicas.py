@@ -221,6 +221,8 @@ def leave(folder, hosts):
         trained(begun(folder, 3, every=3), 5)
 
 
+@pytest.mark.part(before=["aab"])
+@pytest.mark.part(before=["ab"])
 @pytest.mark.parametrize(
     "before, after, step", [("aa", "aaa", 4), ("aab", "aa", 4), ("aabb", "ab", 3), ("ab", "ba", 4)]
 )

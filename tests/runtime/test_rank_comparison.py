@@ -150,7 +150,7 @@ def other_numbers(stage, axis):
     return found
 
 
-@pytest.mark.part(stage=[1, 3])
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize(("stage", "axis"), [(3, "data"), (0, "data"), (1, "replicate")])
 def test_numbers_values_and_settings_that_differ_are_told_on_all_ranks(ranks, stage, axis):
     here, there = ranks(2, other_numbers, stage, axis)

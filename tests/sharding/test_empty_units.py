@@ -165,6 +165,7 @@ def joint(rows, k):
     return {name: torch.cat([x[name] for x in each]) for name in each[0]}
 
 
+@pytest.mark.part(stage=[3])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
     "options", [{"offload": "cpu"}, {"offload": "nvme"}, {"precision": "bf16"}, {"moments": "8bit"}], ids=str
@@ -188,6 +189,7 @@ def test_empty_units_change_no_bits_of_others(monkeypatch, options, stage, tmp_p
     assert same(*found)
 
 
+@pytest.mark.part(stage=[1, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_plans_do_without_empty_units(stage):
     def planned(none=True, mesh=None, cuts=None, axis=None):

@@ -194,7 +194,6 @@ def assert_close(mine, ours):
 
 
 @pytest.mark.part(name=["adamw"])
-@pytest.mark.part(name=["sgd"], captured=[False])
 @pytest.mark.parametrize(
     ("sizes", "name", "captured", "num_microbatches"),
     [

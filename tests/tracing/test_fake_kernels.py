@@ -104,6 +104,7 @@ SECOND = {
 }
 
 
+@pytest.mark.part(batched=[True])
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("name", SECOND)
 def test_a_loss_of_second_derivatives_is_trained_as_in_torch(name, batched):

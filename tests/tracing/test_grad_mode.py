@@ -39,7 +39,7 @@ def one_step(network, n=1):
     return step
 
 
-@pytest.mark.part(n=[2])
+@pytest.mark.part(n=[2], build=[NETWORKS["LSTM"], NETWORKS["RNN"]])
 @pytest.mark.parametrize("build", NETWORKS.values(), ids=NETWORKS.keys())
 @pytest.mark.parametrize("n", [1, 2], ids=["whole", "microbatches"])
 def test_a_step_called_without_grad_mode_gives_the_bits_of_plain_torch(build, n):
@@ -55,10 +55,9 @@ def test_a_step_called_without_grad_mode_gives_the_bits_of_plain_torch(build, n)
         torch.testing.assert_close(found[name], g, rtol=1e-6 if n > 1 else 0, atol=1e-9 if n > 1 else 0, msg=name)
 
 
+@pytest.mark.part(kind=["LSTM"])
 @pytest.mark.parametrize("outside", [contextlib.nullcontext, torch.no_grad], ids=["grad mode", "no grad mode"])
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda x: x.__name__)
-@pytest.mark.part(kind=["LSTM"])
-@pytest.mark.part(kind=["GRU"], inside=[torch.enable_grad])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_an_evaluation_has_the_bits_of_the_mode_that_it_asks_for(kind, inside, outside):
     torch.manual_seed(0)

@@ -26,9 +26,9 @@ LSTMS = {
 }
 
 
-@pytest.mark.part(kind=[nn.LSTM])
 @pytest.mark.part(kind=[nn.GRU], options=[LSTMS["two layers, both directions"]])
 @pytest.mark.part(kind=[nn.RNN], options=[LSTMS["two layers, batch first"]])
+@pytest.mark.part(kind=[nn.LSTM], options=[LSTMS["one layer"], LSTMS["batch first"]])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN], ids=lambda x: x.__name__)
 @pytest.mark.parametrize("options", LSTMS.values(), ids=LSTMS.keys())
 def test_a_captured_recurrent_network_gives_the_bits_of_plain_torch(kind, options):

@@ -116,6 +116,7 @@ def test_zeros_of_forward_mode_differentiation_stay_immutable_zeros(monkeypatch)
     assert [x for x in ours if "detach" not in x] == [x for x in theirs if "detach" not in x]
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("which", [0, 1])
 def test_the_graph_is_the_one_that_torch_records(which, num_ranks, monkeypatch):
