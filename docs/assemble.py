@@ -108,6 +108,8 @@ def reference() -> str:
         ("zerofn.collectives", zerofn.collectives),
         ("zerofn.moe", zerofn.moe),
         ("zerofn.parallel", zerofn.parallel),
+        ("zerofn.sparse", zerofn.sparse),
+        ("zerofn.sparse.deepspeed", zerofn.sparse.deepspeed),
         ("zerofn.random", zerofn.random),
     ):
         parts.append(f"## `{title}`\n")

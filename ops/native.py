@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernel_args import BLOCK
 
-_VERSION = 7  # ZF_VERSION of the C interface
+_VERSION = 8  # ZF_VERSION of the C interface
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
 _P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -31,6 +31,8 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "decode": ([_P, _P, _P, _N, _I], None),
     "sum_bf16": ([_P, _N, _P, _N, _N], None),
     "norm2_and_extreme": ([_P, _I, _N, _P], None),
+    "attention_forward": ([_P, _N, _N], None),
+    "attention_backward": ([_P, _N, _N], None),
     "checksum": ([_P, _N], ctypes.c_uint64),
     "wire_encode": ([_P, _P, _P, _N, _N, _N, _I, _I, _P, _N], None),
     "wire_decode": ([_P, _P, _P, _N, _N, _N, _I, _I], None),

@@ -7,14 +7,14 @@ import sys
 import pytest
 
 import zerofn
-from zerofn import collectives, moe, optim, parallel, passes, random, schedules
+from zerofn import collectives, moe, optim, parallel, passes, random, schedules, sparse
 
 PUBLIC = {
     zerofn: "abort abstract accumulate all_finite because collectives compile copy diloco eager_region even export "
     "export_dcp first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
     "load_safetensors load_state_dict microbatched moe normal_like optim parallel passes peak_flops plan progress "
     "random rank register_step_pre_hook remat run same sampler save saved_paths scatter schedules shard skeleton "
-    "this_machine tree_map unshard value_and_grad vdot "
+    "sparse this_machine tree_map unshard value_and_grad vdot "
     "verify world_size "
     "CaptureError CheckpointError Checkpoints DynamicLossScale Fp8 Machine Mesh NoLossScale Offload Pass "
     "Precision Sharded StaticLossScale TrainState Wire",
@@ -38,9 +38,11 @@ PUBLIC = {
     passes: "after before standard Context Pass PassError",
     schedules: "balance best check fill make messages simulate stage_costs usual_limit Action "
     "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
+    sparse: "attention causal chosen deepspeed documents everything layout pattern prefix sinks sliding_window Blocks "
+    "Layout Pattern",
     parallel: "attention context cross_entropy pipe split_sequence tensor tiled_loss Slice",
 }
-MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random", "schedules"]  # the public ones
+MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random", "schedules", "sparse"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)
 
 

@@ -208,6 +208,8 @@ PROCESS_WIDE = {
     "zerofn.graph.edit._impure": FACT,
     "zerofn.tracing.shortcut._ways": FACT,
     "zerofn.random.mode._rules": FACT,
+    "zerofn.sparse.patterns.causal": FACT,
+    "zerofn.sparse.patterns.everything": FACT,
     "zerofn.tree._of_fields": IMPORT,
     "zerofn.tree._seen": FACT,
     "zerofn.sharding.spec._signatures": FACT,

@@ -9,7 +9,7 @@ import torch
 
 import zerofn
 from tests.test_api import PUBLIC
-from zerofn import collectives, moe, optim, parallel, random
+from zerofn import collectives, moe, optim, parallel, random, sparse
 from zerofn.cost.machine import machine_of
 
 # Values of other kinds than what is asked for.
@@ -166,6 +166,27 @@ CASES = [
     (parallel.tensor, {"model": (torch.nn.Linear(1, 1), "module"), "mesh": (MESH, "ours"), "plan": (None, "dict")}),
     (parallel.tiled_loss, {"model": (torch.nn.Linear(1, 1), "module"), "tiles": (8, "whole")}),
     (parallel.split_sequence, {"batch": ({}, "dict"), "mesh": (MESH, "ours"), "shift": (True, "flag")}),
+    (sparse.attention, {
+        **dict.fromkeys("qkv", (torch.ones(1, 1, 4, 2), "tensor")), "layout": sparse.causal,
+        "is_causal": (False, "flag"), "scale": (None, "number"), "dropout": (0.0, "number"),
+    }),
+    (sparse.chosen, {
+        "index": (torch.zeros(1, 1, 1, 1, dtype=torch.int64), "tensor"), "block": (4, "whole"), "queries": (4, "whole"),
+    }),
+    (sparse.documents, {"cu_seqlens": (torch.tensor([0, 4]), "tensor")}),
+    (sparse.layout, {
+        "pattern": (sparse.causal, "ours"), "queries": (4, "whole"), "keys": (4, "whole"), "heads": (1, "whole"),
+    }),
+    (sparse.pattern, {"function": (len, "function")}),
+    (sparse.sliding_window, {"window": (4, "whole")}),
+    *((f, {"num": (4, "whole")}) for f in (sparse.prefix, sparse.sinks)),
+    (sparse.deepspeed.fixed, {
+        "block": (16, "whole"), "num_local_blocks": (4, "whole"), "attention": ("bidirectional", "text"),
+        "horizontal_global_attention": (False, "flag"),
+    }),
+    (sparse.deepspeed.variable, {
+        "local_window_blocks": ([4], "list"), "global_block_indices": ([0], "list"), "seed": (0, "whole"),
+    }),
     (parallel.Slice, {"dim": (0, "whole"), "parts": (1, "whole"), "input": ("equal", "text")}),
 ]  # fmt: skip
 TX = optim.sgd(0.1)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import collectives, moe, optim, parallel, random, schedules
+    from . import collectives, moe, optim, parallel, random, schedules, sparse
     from .capture.capture import CaptureError
     from .checkpoint import CheckpointError, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 # Where each public name is defined; an empty text for a public module.
 _WHERE = {
-    **dict.fromkeys(("collectives", "moe", "optim", "parallel", "passes", "random", "schedules"), ""),
+    **dict.fromkeys(("collectives", "moe", "optim", "parallel", "passes", "random", "schedules", "sparse"), ""),
     **dict.fromkeys(
         ("CheckpointError", "export", "load", "load_safetensors", "load_state_dict", "save", "verify"), "checkpoint"
     ),
@@ -159,6 +159,7 @@ __all__ = [
     "schedules",
     "shard",
     "skeleton",
+    "sparse",
     "this_machine",
     "tree_map",
     "unshard",

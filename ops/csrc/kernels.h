@@ -4,9 +4,9 @@
 
 #include "rules.h"
 
-#define ZF_VERSION 7 /* of this interface; ops/cpu.py asks for the same */
+#define ZF_VERSION 8 /* of this interface; ops/cpu.py asks for the same */
 
-enum zf_number { ZF_FP32, ZF_BF16, ZF_FP16 };
+enum zf_number { ZF_FP32, ZF_BF16, ZF_FP16, ZF_FP64 };
 enum zf_moment { ZF_WHOLE, ZF_HALF, ZF_BLOCKS };
 
 typedef struct {

@@ -30,7 +30,7 @@ def losses(ranks):
 
 
 def test_all_are_there():
-    assert RECIPES == ["contrastive", "diffusion", "distillation", "ema", "gan", "lora", "policy"]
+    assert RECIPES == ["contrastive", "diffusion", "distillation", "ema", "gan", "learned_blocks", "lora", "policy"]
     for name in RECIPES:
         assert len((ROOT / f"examples/recipes/{name}.py").read_text().splitlines()) <= 100
 

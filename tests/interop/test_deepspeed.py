@@ -191,7 +191,10 @@ def test_any_two_give_the_third(given, world, found):
         ),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum' has no counterpart.*multiply the loss"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights=True has no"),
-        ({"sparse_attention": {"mode": "fixed", "enabled": True}}, "sparse_attention.mode.*has removed it"),
+        ({"sparse_attention": {"mode": "fixed", "enabled": True}}, "'sparse_attention.enabled' is no key"),
+        ({"sparse_attention": {"mode": "strided"}}, "sparse_attention.mode: expected one of fixed, dense"),
+        ({"sparse_attention": {"num_random_blocks": 1}}, "num_random_blocks has no effect with mode 'fixed'"),
+        ({"sparse_attention": {"num_local_blocks": 0}}, "num_local_blocks=0 is too few"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "mics_shard_size=8 has no counterpart"),
         ({"torch_autocast": {"enabled": True}}, "Write torch.autocast inside your loss function"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "ratio has no effect without"),
@@ -226,3 +229,20 @@ def test_an_optimizer_of_ones_own():
         from_deepspeed({})
     with pytest.raises(ValueError, match="tx= would replace the configuration's optimizer"):
         from_deepspeed(ADAMW, tx=tx)
+
+
+def test_sparse_attention_is_a_pattern():
+    assert from_deepspeed(ADAMW).sparse_attention is None
+    make = zerofn.sparse.deepspeed
+    for given, pattern in (
+        ({"mode": "fixed", "block": 32, "num_local_blocks": 8}, make.fixed(32, num_local_blocks=8)),
+        ({"mode": "bigbird"}, make.bigbird(num_random_blocks=0)),  # the default of a configuration
+        (
+            {"num_global_blocks": 2, "attention": "unidirectional"},
+            make.fixed(num_global_blocks=2, attention="unidirectional"),
+        ),
+        ({"mode": "variable", "local_window_blocks": [2, 4]}, make.variable(local_window_blocks=(2, 4))),
+        ({"mode": "dense"}, make.dense()),
+        ({"mode": "bslongformer", "global_block_indices": [3]}, make.bslongformer(global_block_indices=[3])),
+    ):
+        assert from_deepspeed({**ADAMW, "sparse_attention": given}).sparse_attention == pattern

@@ -18,6 +18,7 @@ ORDER = [
     "ops",
     "tree",
     "random",
+    "sparse",
     "dry_run",
     "tracing",
     "memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
     "half": torch.float16, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
 }  # fmt: skip
+_PATTERNS = ("fixed", "dense", "variable", "bigbird", "bslongformer", "local_sliding_window")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class Setup:
     clipping of gradients. `schedule`: its learning rate, a float or a schedule. `loss_scale`: for
     `TrainState.create`, None without fp16. `num_microbatches`: for `zerofn.accumulate`. `rows`: of one rank's batch,
     all microbatches together; None if the configuration does not say. `on_nonfinite`: for `apply_gradients`.
-    `cast_batch`: the dtype to which floating-point tensors of the batch are to be cast, or None.
+    `cast_batch`: the dtype to which floating-point tensors of the batch are to be cast, or None. `sparse_attention`: a
+    pattern for `zerofn.sparse.attention`, or None.
     """
 
     shard: dict[str, Any] = field(default_factory=dict)
@@ -43,6 +46,7 @@ class Setup:
     rows: int | None = None
     on_nonfinite: str = "skip"
     cast_batch: torch.dtype | None = None
+    sparse_attention: zerofn.sparse.Pattern | None = None
 
 
 @checked("auto", "world")
@@ -97,6 +101,7 @@ def from_deepspeed(
         rows=rows,
         on_nonfinite="skip" if not bf16.flag("enabled") or bf16.flag("check_grad_overflow", True) else "ignore",
         cast_batch=torch.float16 if fp16.flag("enabled") and fp16.flag("auto_cast") else None,
+        sparse_attention=_sparse(top("sparse_attention")),
     )
 
 
@@ -180,6 +185,22 @@ def _loss_scale(fp16: Section) -> Any:
         min_loss_scale=fp16.number("min_loss_scale", 1, 0.0),
         hysteresis=fp16.number("hysteresis", 2, 1, whole=True),
     )
+
+
+def _sparse(block: Section) -> zerofn.sparse.Pattern | None:
+    """Return the pattern that a configuration asks for."""
+    if not block.values:
+        return None
+    mode = block.word("mode", _PATTERNS, "fixed")
+    make = getattr(zerofn.sparse.deepspeed, mode)
+    names = inspect.signature(make).parameters
+    given = {name: x for name, x in block.values.items() if name != "mode" and x is not None}
+    for name in given.keys() - names:
+        raise ValueError(f"from_deepspeed: sparse_attention.{name} has no effect with mode {mode!r}; leave it out.")
+    if mode == "bigbird":
+        given.setdefault("num_random_blocks", 0)  # the default of a configuration; that of DeepSpeed's class is 1
+    pattern: zerofn.sparse.Pattern = make(**given)
+    return pattern
 
 
 def _offload(zero: Section) -> Any:

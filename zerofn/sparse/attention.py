@@ -1,0 +1,185 @@
+"""Attention to the keys that a pattern, a layout or an index tensor names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import current_trace, plain_dispatch
+from ..ops.block_attention import Keys
+from ..util.arguments import checked
+from .blocks import Blocks
+from .layout import Layout, layout
+from .patterns import Both, Causal, Documents, Everything, Function, Pattern, Sizes
+
+What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@checked("q", "k", "v", "is_causal", "scale", "dropout")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: What,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention of each query to the keys that a layout allows, at the cost of the tiles that it names.
+
+    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, float64 or bfloat16; G heads of keys and values
+    divide H of queries. `layout`: a pattern (`sliding_window`, `documents`, .., with `&` and `|`); what `sparse.layout`
+    made of one; blocks that the step chooses (`chosen`); or a function (head, query, key) -> booleans of int64 tensors
+    that broadcast, which is evaluated once by tiles. `is_causal`: besides, no query looks behind its own place.
+    `scale`: of the scores, by default D ** -0.5. `dropout`: the part of the weights that is dropped; what is left
+    grows by 1 / (1 - dropout). Inside a loss function its draws come from the step's key.
+
+    -> [B, H, L, E] in the dtype of `q`. A query without a key gets zeros, and gives no gradient. Gradients are those of
+    q, k and v; there is no second derivative, which raises `NotImplementedError`. Raises `TypeError` and `ValueError`
+    for tensors that do not fit each other, and a layout of other sizes.
+
+    >>> from zerofn import sparse
+    >>> x = torch.randn(1, 2, 100, 8)
+    >>> sparse.attention(x, x, x, sparse.sliding_window(10), is_causal=True).shape
+    torch.Size([1, 2, 100, 8])
+    """
+    return with_logsumexp(q, k, v, layout, is_causal=is_causal, scale=scale, dropout=dropout)[0]
+
+
+def with_logsumexp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: What,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Return what `attention` does, and the logarithm of each query's sum of exp(score), [B, H, L] in float32, or in
+    float64: by it, attention to other keys is added to this. -inf of a query without a key.
+    """
+    sizes = _check(q, k, v, dropout)
+    keys, pairs = _keys(layout, q, sizes, is_causal)
+    seed = torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu") if dropout else None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = torch.ops.zerofn.block_attention.default
+    out, lse = run(q, k, v, seed, *keys, pairs, scale, dropout)
+    return out, lse
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise ValueError(f"sparse.attention: {name} must be [batch, heads, tokens, width], got {list(x.shape)}.")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        raise TypeError(
+            "sparse.attention: q, k and v must be of one dtype, float32, float64 or bfloat16, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}."
+        )
+    if q.device.type != "cpu":
+        raise ValueError(f"sparse.attention: it is computed on the CPU so far, and q is on {q.device}.")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "sparse.attention: expected q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], got "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"sparse.attention: {k.shape[1]} heads of keys do not divide {q.shape[1]} heads of queries.")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"sparse.attention: dropout={dropout} is not in [0, 1).")
+    return Sizes(q.shape[1], q.shape[2], k.shape[2])
+
+
+def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool) -> tuple[Keys, int]:
+    """Return the operation's arguments, and the pairs of tokens in the tiles that it computes."""
+    batch = q.shape[0]
+    if isinstance(what, Blocks):
+        return _of_blocks(what, batch, sizes, is_causal)
+    if not isinstance(what, Pattern | Layout):
+        what = _of_function(what)
+    spans: list[Tensor] = []
+    if isinstance(what, Pattern):
+        rest: list[Pattern] = [Everything(), *([Causal()] if is_causal else [])]
+        for factor in _factors(what):
+            if isinstance(factor, Documents) and not _is_static(factor):
+                spans.append(_spans(factor, batch, sizes))
+            else:
+                rest.append(factor)
+        what, is_causal = _known(functools.reduce(Both, rest), sizes), False
+    if what.sizes.heads not in (1, sizes.heads) or what.sizes[1:] != sizes[1:]:
+        raise ValueError(
+            f"sparse.attention: the layout is of {what.sizes.heads} heads, {what.sizes.queries} queries and "
+            f"{what.sizes.keys} keys, and q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
+        )
+    pairs = batch * what.computed * (sizes.heads // what.sizes.heads)
+    span = functools.reduce(_narrower, spans) if spans else None
+    return Keys(what.starts, what.runs, what.bits, None, span, what.tile, what.tile, is_causal), pairs
+
+
+def _of_function(function: object) -> Pattern:
+    if not callable(function):
+        raise TypeError(
+            "sparse.attention: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
+            f"{type(function).__name__}; of an index tensor write sparse.chosen(index, block)."
+        )
+    return Function(function)
+
+
+def _factors(x: Pattern) -> list[Pattern]:
+    return [*_factors(x.a), *_factors(x.b)] if isinstance(x, Both) else [x]
+
+
+@functools.lru_cache(maxsize=64)
+def _known(pattern: Pattern, sizes: Sizes) -> Layout:
+    """Return a pattern's layout, made once."""
+    with plain_dispatch():
+        return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
+
+
+def _is_static(documents: Documents) -> bool:
+    """Return whether a capture may take documents as a constant; without one, their spans are less work."""
+    return type(documents.ends) is Tensor and documents.ends.dim() == 1 and current_trace() is not None
+
+
+def _narrower(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])], -1)
+
+
+def _spans(of: Documents, batch: int, sizes: Sizes) -> Tensor:
+    ends = of.ends
+    if sizes.queries != sizes.keys:
+        raise ValueError(f"sparse.documents: {sizes.queries} queries and {sizes.keys} keys are not of one row.")
+    if ends.dim() == 2 and len(ends) not in (1, batch):
+        raise ValueError(f"sparse.documents: cu_seqlens of {len(ends)} rows, and the batch has {batch}.")
+    if type(ends) is Tensor and ends.device.type == "cpu":
+        check_ends(ends, sizes.queries)
+    return of.spans(sizes.queries)
+
+
+def check_ends(ends: Tensor, num: int) -> None:
+    """Raise `ValueError` unless documents begin at 0, are in order, and end in a row of `num` tokens."""
+    rows = ends if ends.dim() == 2 else ends[None]
+    if bool((rows[:, 0] != 0).any()) or bool((rows.diff(dim=1) < 0).any()):
+        raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {ends.tolist()}.")
+    if bool((rows[:, -1] > num).any()):
+        raise ValueError(
+            f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, and a row has {num} tokens."
+        )
+
+
+def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool) -> tuple[Keys, int]:
+    index, num = what.numbers, -(-sizes.queries // what.block_q)
+    if index.shape[0] not in (1, batch) or index.shape[1] not in (1, sizes.heads) or index.shape[2] != num:
+        raise ValueError(
+            f"sparse.attention: the index must be [{batch} or 1, {sizes.heads} or 1, {num}, k] for {sizes.queries} "
+            f"queries in blocks of {what.block_q}, got {list(index.shape)}."
+        )
+    index = index.expand(batch, sizes.heads, num, index.shape[3])
+    per_query = min(index.shape[3] * what.block_k, sizes.keys)
+    pairs = batch * sizes.heads * sizes.queries * per_query
+    return Keys(None, None, None, index, None, what.block_q, what.block_k, is_causal), pairs

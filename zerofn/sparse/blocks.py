@@ -1,0 +1,43 @@
+"""Blocks of keys that a step itself chooses: an index tensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..util.arguments import checked
+
+
+class Blocks(NamedTuple):
+    """For each block of queries the numbers of the blocks of keys that it looks at. Make one by `chosen`."""
+
+    numbers: Tensor
+    block_q: int
+    block_k: int
+
+
+@checked()
+def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
+    """Return the blocks that an index names, for `attention`: they are computed in the step, such as by `topk`.
+
+    `index` int32 or int64 [batch, heads, blocks of queries, k], or with 1 for the batch or the heads: numbers of blocks
+    of keys. -1 is no block, and a block that is named twice counts once. `block`: tokens of a block of keys.
+    `queries`: tokens of a block of queries, by default as many. There is no gradient through an index. A block that is
+    not there is refused on the CPU when attention is computed.
+
+    Raises `TypeError` and `ValueError` for another dtype or shape, and for blocks of no token.
+
+    >>> blocks = chosen(torch.tensor([0, 1]).view(1, 1, 2, 1), block=64)  # each block of queries its own
+    """
+    if index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"sparse.chosen: the index must be int32 or int64, got {index.dtype}.")
+    if index.dim() != 4:
+        raise ValueError(
+            f"sparse.chosen: the index must be [batch, heads, blocks of queries, k], got {list(index.shape)}."
+        )
+    queries = block if queries is None else queries
+    if block < 1 or queries < 1:
+        raise ValueError(f"sparse.chosen: a block has 1 token or more, got {min(block, queries)}.")
+    return Blocks(index.detach(), queries, block)

@@ -1,0 +1,127 @@
+"""Layouts: what a pattern allows of given sizes, as runs of keys for each block of queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..util.arguments import checked
+from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
+
+WORD = 64  # queries of a word of bits
+_AT_ONCE = 1 << 20  # pairs of tokens that a pattern is asked about together
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Which tiles are computed. Make one by `zerofn.sparse.layout`.
+
+    `sizes`: of the heads (1 where all are alike), queries and keys. `tile`: its queries and keys. `status` int8 [heads,
+    tiles of queries, tiles of keys]: 0 none, 1 some, 2 all pairs of a tile are attended. `starts`, `runs`, `bits`: see
+    `zerofn.ops.block_attention.Keys`. `computed`, `attended`: pairs of tokens in all heads, those of the tiles and
+    those that count.
+    """
+
+    sizes: Sizes
+    tile: int
+    status: Tensor
+    starts: Tensor
+    runs: Tensor
+    bits: Tensor | None
+    computed: int
+    attended: int
+
+    @property
+    def share(self) -> float:
+        """The part of all pairs of tokens that is computed."""
+        return self.computed / max(1, self.sizes.heads * self.sizes.queries * self.sizes.keys)
+
+    def __repr__(self) -> str:
+        heads, queries, keys = self.sizes
+        tiles, whose = int((self.status > NONE).sum()), "all heads" if heads == 1 else f"{heads} heads"
+        return (
+            f"Layout of {queries} queries and {keys} keys, {whose}: {tiles} of {self.status.numel()} tiles of "
+            f"{self.tile}, {100 * self.share:.1f} % of the pairs"
+        )
+
+
+@checked()
+def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: int = 1) -> Layout:
+    """Return what a pattern allows, by tiles: it is asked about some at a time, never about all pairs of tokens.
+
+    `queries`, `keys`: the tokens, by default of both as many. `heads`: of the queries; a pattern that is the same for
+    all makes a layout of one.
+
+    >>> from zerofn import sparse
+    >>> sparse.layout(sparse.sliding_window(64) & sparse.causal, 256)
+    Layout of 256 queries and 256 keys, all heads: 7 of 16 tiles of 64, 43.8 % of the pairs
+    """
+    sizes = Sizes(heads, queries, queries if keys is None else keys)
+    tile = min(WORD, pattern.tile)
+    tiles = _tiles(sizes, tile)
+    status = pattern.status(tiles, sizes)
+    if len(status) == 1 and heads > 1 and _differs(pattern, sizes):
+        status = status.repeat(heads, 1, 1)
+    status, bits, rows, in_part = _looked_at(pattern, sizes, tile, status)
+    starts, runs = _runs(status, rows, keys=sizes.keys, tile=tile)
+    area = (tiles.q1 - tiles.q0 + 1) * (tiles.k1 - tiles.k0 + 1)
+    computed, full = (int((area * tiles_of).sum()) for tiles_of in (status > NONE, status == FULL))
+    return Layout(sizes._replace(heads=len(status)), tile, status, starts, runs, bits, computed, full + in_part)
+
+
+def _tiles(sizes: Sizes, tile: int) -> Tiles:
+    q0, k0 = torch.arange(0, sizes.queries, tile), torch.arange(0, sizes.keys, tile)
+    q1, k1 = (q0 + tile - 1).clamp(max=sizes.queries - 1), (k0 + tile - 1).clamp(max=sizes.keys - 1)
+    return Tiles(q0[:, None], q1[:, None], k0[None], k1[None])
+
+
+def _differs(pattern: Pattern, sizes: Sizes) -> bool:
+    """Return whether a pattern looks at the number of a head."""
+    place = torch.zeros(1, 1, 1, dtype=torch.int64)
+    found = pattern.allowed(torch.arange(sizes.heads)[:, None, None], place, place, sizes)
+    return found.dim() == 3 and len(found) == sizes.heads
+
+
+def _looked_at(pattern: Pattern, sizes: Sizes, tile: int, status: Tensor) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    """Ask a pattern about all tokens of the tiles of which nothing else is known. Return the status, with `PARTIAL`
+    where a tile is so; bits; the row of each such tile there; and how many pairs these allow.
+    """
+    in_tile, status, found = torch.arange(tile), status.clone(), []
+    num = 0
+    for part in (status == PARTIAL).nonzero().split(max(1, _AT_ONCE // tile**2)):
+        query, key = (part[:, i, None] * tile + in_tile for i in (1, 2))
+        real = (query < sizes.queries)[:, :, None] & (key < sizes.keys)[:, None]
+        query, key = query.clamp(max=sizes.queries - 1)[:, :, None], key.clamp(max=sizes.keys - 1)[:, None]
+        allowed = pattern.allowed(part[:, 0, None, None], query, key, sizes).expand(real.shape) & real
+        none, full = ~allowed.flatten(1).any(1), (allowed | ~real).flatten(1).all(1)
+        status[tuple(part[none].T)], status[tuple(part[full].T)] = NONE, FULL
+        allowed = allowed[~(none | full)]
+        num += int(allowed.sum())
+        found.append((allowed.long() << in_tile[:, None]).sum(1))  # of each key a word: the last bit is a sign
+    words = torch.cat(found) if found else torch.empty(0, tile, dtype=torch.int64)
+    if not len(words):
+        return status, None, words[:, 0], num
+    bits, rows = torch.unique(words, dim=0, return_inverse=True)
+    return status, torch.nn.functional.pad(bits, (0, WORD - tile)), rows, num
+
+
+def _runs(status: Tensor, rows: Tensor, keys: int, tile: int) -> tuple[Tensor, Tensor]:
+    """Return (starts, runs): neighbouring tiles of which all is attended are one run; others have a row of bits."""
+    heads, num, _ = status.shape
+    at = (status > NONE).nonzero()
+    of_block, column = at[:, 0] * num + at[:, 1], at[:, 2]
+    partial = status[tuple(at.T)] == PARTIAL
+    begins = torch.ones(len(at), dtype=torch.bool)
+    begins[1:] = (of_block.diff() != 0) | (column.diff() != 1) | partial[1:] | partial[:-1]
+    first = begins.nonzero()[:, 0]
+    last = torch.cat([first[1:], torch.tensor([len(at)])])[: len(first)] - 1
+    row = torch.full((len(at),), -1)
+    row[partial] = rows
+    start = column[first] * tile
+    runs = torch.stack([start, ((column[last] + 1) * tile).clamp(max=keys) - start, row[first]], 1)
+    counted = torch.bincount(of_block[first], minlength=heads * num).cumsum(0)
+    ends = torch.cat([torch.zeros(1, dtype=torch.int64), counted])
+    starts = torch.stack([ends[h * num : (h + 1) * num + 1] for h in range(heads)])
+    return starts.to(torch.int32), runs.to(torch.int32).contiguous()

@@ -1,0 +1,304 @@
+"""Patterns: which keys a query looks at, as a function of their places, and what is known of whole tiles without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..util.arguments import checked
+
+NONE, PARTIAL, FULL = 0, 1, 2  # of a tile's pairs are allowed; & is the least of two, and | the greatest
+
+
+class Sizes(NamedTuple):
+    """The heads, queries and keys of a call of attention."""
+
+    heads: int
+    queries: int
+    keys: int
+
+
+class Tiles(NamedTuple):
+    """The first and last places of tiles: `q0`, `q1` int64 [tiles of queries, 1], `k0`, `k1` [1, tiles of keys]."""
+
+    q0: Tensor
+    q1: Tensor
+    k0: Tensor
+    k1: Tensor
+
+
+class Pattern:
+    """Which keys each query looks at. `a & b`: what both allow; `a | b`: what either does.
+
+    `tile`: the most queries and keys of a tile with which the pattern costs what it allows.
+    """
+
+    tile = 64
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Return booleans for int64 tensors of places that broadcast to [heads, queries, keys]."""
+        raise NotImplementedError
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """Return `NONE`, `PARTIAL` or `FULL` for each tile, int8 [heads or 1, tiles of queries, tiles of keys];
+        `PARTIAL` where it is not known.
+        """
+        return torch.full((1, len(tiles.q0), tiles.k0.shape[1]), PARTIAL, dtype=torch.int8)
+
+    def __and__(self, other: Pattern) -> Pattern:
+        """What both allow."""
+        return Both(self, _pattern(other))
+
+    def __or__(self, other: Pattern) -> Pattern:
+        """What either allows."""
+        return Either(self, _pattern(other))
+
+
+def _pattern(x: object) -> Pattern:
+    if not isinstance(x, Pattern):
+        raise TypeError(f"sparse: & and | take patterns, got {x!r}; write sparse.pattern(f) for a function.")
+    return x
+
+
+def statuses(full: Tensor, none: Tensor) -> Tensor:
+    """Return what is known of tiles, int8 [1, ..], from booleans."""
+    return torch.where(full, FULL, torch.where(none, NONE, PARTIAL)).to(torch.int8)[None]
+
+
+@dataclass(frozen=True)
+class Both(Pattern):
+    """What two patterns allow."""
+
+    a: Pattern
+    b: Pattern
+
+    @property
+    def tile(self) -> int:  # type: ignore[override]
+        """The smaller one."""
+        return min(self.a.tile, self.b.tile)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Both."""
+        return self.a.allowed(head, query, key, sizes) & self.b.allowed(head, query, key, sizes)
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """The least."""
+        return torch.minimum(self.a.status(tiles, sizes), self.b.status(tiles, sizes))
+
+
+@dataclass(frozen=True)
+class Either(Pattern):
+    """What one of two patterns allows."""
+
+    a: Pattern
+    b: Pattern
+
+    @property
+    def tile(self) -> int:  # type: ignore[override]
+        """The smaller one."""
+        return min(self.a.tile, self.b.tile)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Either."""
+        return self.a.allowed(head, query, key, sizes) | self.b.allowed(head, query, key, sizes)
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """The greatest."""
+        return torch.maximum(self.a.status(tiles, sizes), self.b.status(tiles, sizes))
+
+
+@dataclass(frozen=True)
+class Everything(Pattern):
+    """All keys."""
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """True."""
+        return torch.ones_like(query - key, dtype=torch.bool)
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """Full."""
+        return torch.full((1, len(tiles.q0), tiles.k0.shape[1]), FULL, dtype=torch.int8)
+
+
+@dataclass(frozen=True)
+class Causal(Pattern):
+    """The keys up to a query's own place."""
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """None behind the query."""
+        return key <= query
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the tile's corners."""
+        return statuses(tiles.k1 <= tiles.q0, tiles.k0 > tiles.q1)
+
+
+@dataclass(frozen=True)
+class Window(Pattern):
+    """The keys nearer than `window`."""
+
+    window: int
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Less than `window` apart."""
+        return (query - key).abs() < self.window
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the tile's corners."""
+        far = torch.maximum(tiles.q1 - tiles.k0, tiles.k1 - tiles.q0)
+        near = torch.maximum(tiles.q0 - tiles.k1, tiles.k0 - tiles.q1)
+        return statuses(far < self.window, near >= self.window)
+
+
+@dataclass(frozen=True)
+class First(Pattern):
+    """The first `num` keys; for `of_queries`, those between the first `num` tokens alone."""
+
+    num: int
+    of_queries: bool
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Before `num`."""
+        return (key < self.num) & ((query < self.num) if self.of_queries else torch.ones_like(query, dtype=torch.bool))
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the tile's corners."""
+        queries = tiles.q1 if self.of_queries else torch.full_like(tiles.q1, -1)
+        starts = tiles.q0 if self.of_queries else queries
+        return statuses(torch.maximum(tiles.k1, queries) < self.num, torch.maximum(tiles.k0, starts) >= self.num)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Pattern):
+    """The keys of a query's own document. `ends` int [documents + 1] or [rows, documents + 1]."""
+
+    ends: Tensor
+
+    def spans(self, num: int) -> Tensor:
+        """Return each query's first key and the one behind its last, int32 [rows or 1, num, 2]."""
+        ends = self.ends if self.ends.dim() == 2 else self.ends[None]
+        at = torch.arange(num, device=ends.device, dtype=ends.dtype).expand(len(ends), num).contiguous()
+        number = torch.searchsorted(ends.contiguous(), at, right=True)  # of the end behind
+        outside = (number == 0) | (number == ends.shape[1])
+        first = ends.gather(1, (number - 1).clamp(min=0))
+        last = ends.gather(1, number.clamp(max=ends.shape[1] - 1))
+        spans = torch.stack([first, torch.where(outside, first, last)], -1)
+        return spans.to(torch.int32)
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Of one document."""
+        spans = self._of_all_rows(max(sizes.queries, sizes.keys))
+        return (key >= spans[query.clamp(max=len(spans) - 1), 0]) & (key < spans[query.clamp(max=len(spans) - 1), 1])
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the spans of the first and last query: those between are in order."""
+        spans = self._of_all_rows(sizes.queries).long()
+        first, last = (spans[x[:, 0].clamp(max=len(spans) - 1)] for x in (tiles.q0, tiles.q1))
+        full = (last[:, :1] <= tiles.k0) & (first[:, 1:] > tiles.k1)
+        return statuses(full, (first[:, :1] > tiles.k1) | (last[:, 1:] <= tiles.k0))
+
+    def _of_all_rows(self, num: int) -> Tensor:
+        if self.ends.dim() == 2:
+            raise ValueError(
+                "sparse.documents: cu_seqlens of each row go with other patterns by & alone; for |, give the same "
+                "documents for all rows [documents + 1]."
+            )
+        if type(self.ends) is not Tensor:
+            raise ValueError(
+                "sparse.documents: documents of a step's batch go with other patterns by & alone; for |, make the "
+                "pattern outside of the step."
+            )
+        return self.spans(num)[0]
+
+
+@dataclass(frozen=True)
+class Function(Pattern):
+    """A user's function of (head, query, key)."""
+
+    function: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """What the function says."""
+        found = self.function(head, query, key)
+        if not isinstance(found, Tensor) or found.dtype != torch.bool:
+            said = f"{found.dtype}" if isinstance(found, Tensor) else repr(found)
+            raise TypeError(f"sparse: a pattern's function must return a tensor of booleans, got {said}.")
+        return found
+
+
+everything = Everything()
+causal = Causal()
+
+
+@checked()
+def pattern(function: Callable[..., Tensor]) -> Pattern:
+    """Return a function as a pattern, for `&` and `|`.
+
+    `function(head, query, key)`: booleans from int64 tensors that broadcast against each other, by nothing else; it is
+    called once for each shape of attention, with the places of some tiles at a time.
+
+    >>> even = pattern(lambda head, query, key: key % 2 == 0) & causal
+    """
+    return Function(function)
+
+
+@checked()
+def sliding_window(window: int) -> Pattern:
+    """Query i looks at keys j with |i - j| < window. Raises `ValueError` for a window of no token.
+
+    >>> recent = sliding_window(1024) & causal  # the last 1,024 tokens, its own among them
+    """
+    return Window(_positive("sliding_window", "window", window))
+
+
+@checked()
+def sinks(num: int) -> Pattern:
+    """All queries look at the first `num` keys (attention sinks, arXiv:2309.17453), those behind a query too: with a
+    decoder write `sinks(4) & causal`, or `is_causal=True`. Raises `ValueError` for no key.
+
+    >>> streaming = (sinks(4) | sliding_window(1024)) & causal
+    """
+    return First(_positive("sinks", "num", num), of_queries=False)
+
+
+@checked()
+def prefix(num: int) -> Pattern:
+    """The first `num` tokens look at each other. Raises `ValueError` for no token.
+
+    >>> prefix_lm = prefix(128) | causal
+    """
+    return First(_positive("prefix", "num", num), of_queries=True)
+
+
+@checked()
+def documents(cu_seqlens: Tensor) -> Pattern:
+    """Tokens look at those of their own document alone: several documents are packed into a row.
+
+    `cu_seqlens` int [documents + 1], the same for all rows of a batch, or [rows, documents + 1]: where documents begin,
+    0 first, and where the last one ends; equal numbers are documents without a token. It may be a part of a step's
+    batch. Tokens behind the last end look at nothing, and nothing looks at them.
+
+    Raises `TypeError` and `ValueError` for another dtype or shape, and, of a value that is known, for numbers that do
+    not increase from 0.
+
+    >>> packed = documents(torch.tensor([0, 3, 8])) & causal
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"sparse.documents: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}.")
+    if cu_seqlens.dim() not in (1, 2) or cu_seqlens.shape[-1] < 2:
+        raise ValueError(
+            "sparse.documents: cu_seqlens must be [documents + 1] or [rows, documents + 1], got "
+            f"{list(cu_seqlens.shape)}."
+        )
+    # A layout is made of it once: what is written to the tensor later does not count.
+    return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
+
+
+def _positive(where: str, name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"sparse.{where}: {name} must be 1 or more, got {value}.")
+    return value
