@@ -123,6 +123,21 @@ state = zerofn.shard(init_state, precision="bf16", mesh=mesh, cuts=cuts)
 """
 
 
+def test_a_script_whose_replicas_train_apart_is_planned(script, tmp_path, capsys):
+    begun, shard = "mesh = zerofn.Mesh.make(replicate=2, data=-1)", 'zerofn.shard(init_state, precision="bf16"'
+    text = SCRIPT.replace(f"state = {shard})", f"{begun}; state = {shard}, mesh=mesh)")
+    text = text.replace("step, evaluate = map(", "rounds = zerofn.diloco(train_step, every=10)\nstep, evaluate = map(")
+    text = text.replace("(train_step, evaluate))", "(rounds, evaluate))")
+    text = text.replace("for _ in range(1000):", "state = rounds.init(state)\nfor _ in range(1000):")
+    script.write_text(text.replace("int(state.step)", "0"))
+    given = ["--json", str(tmp_path / "plan.json"), "--machine", "4090", "--world", "4", "--", "512"]
+    for name in ("", ":train_step"):
+        assert main(["plan", f"{script}{name}", *given]) == 0
+        assert "replicas meet every 10 steps: " in capsys.readouterr().out
+    best = json.loads((tmp_path / "plan.json").read_text())["rows"][0]
+    assert best["mesh"] == {"replicate": 2, "data": 2} and best["rounds"]["between"] > 0
+
+
 def test_a_script_gets_the_mesh_that_is_planned(script, tmp_path, capsys):
     """Its own, where none is named; axes that it asks for are there."""
     text = script.read_text().replace('state = zerofn.shard(init_state, precision="bf16")\n', ON_A_MESH)

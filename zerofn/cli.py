@@ -31,8 +31,8 @@ from .interop import deepspeed_report, hf_config
 from .launch.nodes import LaunchError
 from .launch.report import report
 from .launch.script import Launch, launch
+from .planning.asked import ALL, Asked, Layers, Step
 from .planning.meshes import AUTO
-from .planning.plan_variants import ALL, Asked, Layers, Step
 from .planning.planner import cluster, grid_of, plan_meshes, plan_step
 from .planning.table import Table
 from .util.errors import printable

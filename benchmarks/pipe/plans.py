@@ -27,8 +27,8 @@ from benchmarks.common.check import Check
 from benchmarks.common.options import add_end
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
+from zerofn.planning.asked import ALL, Asked, Layers, Step
 from zerofn.planning.plan_row import Row
-from zerofn.planning.plan_variants import ALL, Asked, Layers, Step
 from zerofn.planning.planner import cluster, plan_step
 from zerofn.planning.search import Search
 

@@ -7,8 +7,10 @@ import pytest
 import zerofn
 from zerofn.comm.mesh import Mesh
 from zerofn.interop.hf_config import step_of
+from zerofn.planning.asked import ALL, BUDGET, Initial, Layers, Step
 from zerofn.planning.deep_models import Estimator, depths_of, is_deep
-from zerofn.planning.plan_variants import ALL, BUDGET, Config, Initial, Layers, RowPlanner, Step
+from zerofn.planning.plan_row import Config
+from zerofn.planning.plan_variants import RowPlanner
 
 pytestmark = pytest.mark.slow  # plans of deep models
 

@@ -21,8 +21,9 @@ from zerofn.comm.transport import SentBytes
 from zerofn.cost.machine import KNOWN, machine_of
 from zerofn.job.in_flight import pending
 from zerofn.parallel import context, split_sequence, tensor
+from zerofn.planning.asked import Asked, Step
 from zerofn.planning.meshes import meshes
-from zerofn.planning.plan_variants import Asked, Step, _usual_cuts
+from zerofn.planning.plan_variants import _usual_cuts
 from zerofn.planning.planner import plan_step
 from zerofn.util.process import the
 

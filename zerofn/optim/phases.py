@@ -7,6 +7,7 @@ updates, and changes between two steps, on the host; nothing else of the state c
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -51,6 +52,34 @@ def takes_apart(tx: GradientTransformation, opt_state: Any) -> bool:
     return found is not None and found.phase in found.apart
 
 
+class Kinds(NamedTuple):
+    """The kinds of steps of an optimizer: how many there are of each among the first `until` applied updates, and the
+    kind of all later ones.
+    """
+
+    before: dict[str, int]
+    until: int
+    last: str
+
+
+def kinds_of(tx: GradientTransformation) -> Kinds | None:
+    """Return the kinds of steps of an optimizer; None if it has one."""
+    if tx.about.phase is None:
+        return None
+    before, count = Counter[str](), 0
+    while True:
+        kind, left = tx.about.phase(count)
+        if left is None:
+            return Kinds(dict(before), count, kind)
+        before[kind] += left
+        count += left
+
+
+def turned_to(opt_state: Any, kind: str) -> Any:
+    """Return the state for a step of one kind."""
+    return tree.tree_map(lambda x: replace(x, phase=kind) if _is_phased(x) else x, opt_state, is_leaf=_is_phased)
+
+
 def turned(tx: GradientTransformation, opt_state: Any) -> tuple[Any, int | None]:
     """Return (the state for the next step, for how many updates it need not be looked at again). It reads the count.
 
@@ -63,5 +92,4 @@ def turned(tx: GradientTransformation, opt_state: Any) -> tuple[Any, int | None]
     kind, left = tx.about.phase(int(found.count))
     if kind == found.phase:
         return opt_state, left
-    change = lambda x: replace(x, phase=kind) if _is_phased(x) else x  # noqa: E731
-    return tree.tree_map(change, opt_state, is_leaf=_is_phased), left
+    return turned_to(opt_state, kind), left

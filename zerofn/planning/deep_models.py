@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
+from .asked import ALL, BUDGET, Initial, Layers, Step
 from .plan import Memory
 from .plan_row import Config, Estimate, Needs, Row, lacking
-from .plan_variants import ALL, BUDGET, Initial, Layers, RowPlanner, Step
+from .plan_variants import RowPlanner
 
 FEW = 3  # beside the odd ones: a first one, a last one and one between, so that transfers of neighbours overlap
 SPAN = 3  # more of them in the second plan

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..comm.axes import CONTEXT, EXPERT, KINDS, PIPE, REPLICATE, TENSOR, USUAL
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
+from .asked import ALL, Asked, Step, halves, listed
 from .plan_row import Row
-from .plan_variants import ALL, Asked, Step, halves, listed
 from .search import STAGES, Search, Sizes
 
 AUTO = "auto"

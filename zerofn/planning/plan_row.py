@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -12,13 +13,14 @@ from ..cost.machine import Machine
 from ..graph.liveness import KINDS, Live
 from ..util.sizes import in_words, time_in_words
 from .plan import Plan
+from .rounds import TimedRounds
 
 
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
     rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cuts`: the argument of that name as written,
     empty where no leaf is cut over one. `again`: whether each shard is cut once more, over the replicas (hpZ). `wire`:
-    beside that of the precision.
+    beside that of the precision. `rounds`: whether the step is one of `zerofn.diloco`.
     """
 
     stage: int
@@ -32,6 +34,7 @@ class Config(NamedTuple):
     cuts: str = ""
     again: bool = False
     wire: Any = None
+    rounds: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,10 +87,10 @@ class Config(NamedTuple):
         options = ", ".join(given)
         remat = f", remat={self.remat!r}" if self.remat else ""
         remat = f", memory={int(self.memory)}" if self.remat == "budget" else remat
-        return (
-            f"{first}state = zerofn.shard(init_state, {options}); "
-            f"step = zerofn.compile(train_step{remat}, machine={self.machine})"
-        )
+        state, step = f"zerofn.shard(init_state, {options})", "train_step"
+        if self.rounds:
+            state, step = f"step.init({state})", "step"
+        return f"{first}state = {state}; step = zerofn.compile({step}{remat}, machine={self.machine})"
 
 
 def as_code(value: Any) -> str:
@@ -123,6 +126,25 @@ class Estimate(NamedTuple):
     sent: dict[str, int]
     bound: str
     num_batches: int
+
+
+class OtherKind(NamedTuple):
+    """Other steps than those of a row: `number` of the first `until`. `name`: what they are called; `row`: their own
+    row.
+    """
+
+    name: str
+    number: int
+    until: int
+    row: Row | None = None
+
+    def __str__(self) -> str:
+        row, number = self.row, f"{self.number:,} of " if self.number < self.until else ""
+        head = f"{self.name}, {number}the first {self.until:,} steps"
+        if row is None or not row.bound:
+            return f"{head}: {'not planned' if row is None else row.lacks}"
+        told = f"{time_in_words(row.seconds)} a step, bound by {row.bound}, {in_words(row.needs.device)} at its peak"
+        return f"{head}: {told}; sent: {_along(row.sent) or 'nothing'}"
 
 
 class OfStages(NamedTuple):
@@ -214,7 +236,8 @@ def _numbered(stages: tuple[int, ...]) -> str:
 @dataclass(frozen=True)
 class Row:
     """One way to train. `pipelined`: what is known of its stages, if the mesh has several. `microbatches`: over which a
-    step accumulates.
+    step accumulates. `others`: other kinds of steps, if there are several. `rounds`: what replicas that train apart
+    send one another; then seconds, speed and bytes are those of a step on average.
 
     `plan`: of the rank that needs the most. None if the state alone is too large, and nothing else was tried; and for
     an `estimate`. `lacks`: what the machine has too little of, empty if it fits.
@@ -229,6 +252,8 @@ class Row:
     estimate: Estimate | None = None
     pipelined: Pipelined | None = None
     microbatches: int = 1
+    others: tuple[OtherKind, ...] = ()
+    rounds: TimedRounds | None = None
 
     @property
     def fits(self) -> bool:
@@ -238,6 +263,8 @@ class Row:
     @property
     def seconds(self) -> float:
         """Seconds of a step; infinity without a plan and an estimate."""
+        if self.rounds is not None:
+            return self.rounds.seconds
         if self.pipelined is not None:
             return self.pipelined.seconds
         if self.plan is not None:
@@ -247,6 +274,8 @@ class Row:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that a rank sends in a step, by the axis of the mesh."""
+        if self.rounds is not None:
+            return self.rounds.sent
         if self.plan is not None:
             return self.plan.sent_along
         return self.estimate.sent if self.estimate is not None else {}
@@ -254,6 +283,8 @@ class Row:
     @property
     def bound(self) -> str:
         """The lane that limits the step; empty without a plan and an estimate."""
+        if self.rounds is not None:
+            return self.rounds.bound
         if self.pipelined is not None:
             return self.pipelined.bound
         if self.plan is not None:
@@ -264,7 +295,21 @@ class Row:
     def speed(self) -> float:
         """Tokens, or rows, per second of all ranks."""
         found = self.plan if self.plan is not None else self.estimate
-        return self.tokens * found.num_batches / self.seconds if found is not None else 0.0
+        replicas = 1 if self.rounds is None else self.rounds.of.replicas
+        return self.tokens * replicas * found.num_batches / self.seconds if found is not None else 0.0
+
+    @property
+    def peak(self) -> Live:
+        """Bytes of the device at the step's peak, by kind; empty without a plan."""
+        found = Counter({} if self.plan is None else self.plan.memory().peak)
+        if self.rounds is not None:
+            found["state"] += self.rounds.beside
+        return dict(found)
+
+    def details(self) -> list[str]:
+        """Return lines of what a table has no columns for: ranks of a pipeline, rounds, other kinds of steps."""
+        of_ranks = [] if self.pipelined is None else self.pipelined.details()
+        return [*of_ranks, *([] if self.rounds is None else [str(self.rounds)]), *map(str, self.others)]
 
     @property
     def rate(self) -> str:
@@ -281,6 +326,10 @@ class Row:
             ranks = [x._asdict() for x in self.pipelined.ranks]
             more = {"ranks": ranks, "sums": self.pipelined.sums._asdict(), "reduces": self.pipelined.reduces}
             known["pipeline"] = {**self.pipelined._asdict(), "idle": self.pipelined.idle, **more}
+        if self.rounds is not None:
+            known["rounds"] = self.rounds.json()
+        if self.others:
+            known["others"] = [{**x._asdict(), "row": None if x.row is None else x.row.json()} for x in self.others]
         written = {
             k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
         }
@@ -305,14 +354,13 @@ class Row:
 
     def cells(self) -> list[str]:
         """Return its cells of the table."""
-        c, plan = self.config, self.plan
+        c = self.config
         about = "~ " if self.estimate is not None else ""
         stage = f"{c.stage} hpz" if c.again else str(c.stage)
         precision = _short(c.precision) + (f", wire {c.wire}" if c.wire else "")
         out = [c.grid, str(self.pipelined or ""), stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
-        peak = plan.memory().peak if plan else {}
-        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
+        out += [in_words(self.peak[kind]) if self.peak.get(kind) else "" for kind in KINDS]
         out += [in_words(n) if n else "" for n in self.needs[1:]]
         if not self.bound:
             return [*out, "", "", "", "", self.lacks]

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import passes, tree
 from .._torch_compat import storage_key
-from ..capture.capture import CaptureError
 from ..capture.checked_capture import captured
 from ..comm.axes import KINDS, PIPE
 from ..comm.current_mesh import as_rank, unlike_work
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
 from ..dry_run.fake_machine import FakeMachine
-from ..geometry.cuts import Cut
 from ..graph.edit import copied
 from ..graph.nested import calls, repeat
 from ..graph.program import Program
@@ -29,90 +26,15 @@ from ..parallel.pipe import StageCuts
 from ..passes.budget.decision import Choice
 from ..passes.budget.search import OverBudget
 from ..schedules import Schedule
-from ..sharding.float8 import refuse
-from ..sharding.partition import STAGES, Partition, check_stage
+from ..sharding.partition import STAGES, Partition
 from ..sharding.precision import Precision, made_for, resolve
-from ..sharding.shard import initial, shard_fake
+from ..sharding.shard import shard_fake
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
-from ..sharding.wire import hashable
+from .asked import ALL, BUDGET, WAYS, Asked, Cuts, Initial, Step, configs, listed
 from .plan import Plan
 from .plan_row import Config, Needs, Row, as_code, lacking
 from .stages import as_stages, has_stages, pipelined, schedule_of, stages_of_step
-
-T = TypeVar("T")
-
-ALL = "all"
-BUDGET = "budget"
-WAYS = (None, "auto", "full")  # recomputation, ever more of it
-REMATS = (*WAYS, BUDGET)
-Cuts = Mapping[str, Cut | Sequence[Cut]]
-
-
-class Layers(NamedTuple):
-    """A model of `number` layers, of which all but the first `odd` are alike. `step`: the same step, with fewer."""
-
-    number: int
-    odd: int
-    step: Callable[[int], Step]
-
-
-class Step(NamedTuple):
-    """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
-    the cuts as code, where they are not the usual ones. `again`: as in `Config`. `otherwise`: what is planned where
-    this cannot be.
-    """
-
-    train_step: Callable[[Any, Any], Any]
-    init_state: Any
-    batch: Any
-    cuts: Cuts | None = None
-    unit: Callable[[str], str] | None = None
-    again: bool = False
-    layers: Layers | None = None
-    written: str = ""
-    otherwise: Callable[[], Step] | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return getattr(self.train_step, "__name__", "step")
-
-    def planned_by(self, plan: Callable[[Step], T]) -> T:
-        """Return `plan` of this step, or of the one that is there where this cannot be planned."""
-        try:
-            return plan(self)
-        except (ValueError, CaptureError):
-            if self.otherwise is None:
-                raise
-            return plan(self.otherwise())
-
-
-class Asked(NamedTuple):
-    """The ways to train that are asked for: for each argument of `shard` or `compile` one value, a list of them, or
-    "all".
-    """
-
-    stage: Any = ALL
-    offload: Any = ALL
-    precision: Any = ALL
-    remat: Any = ALL
-    rows: Any = None
-    wire: Any = None
-
-
-class Initial:
-    """The states that functions make, once for each precision: recording one takes longer than laying it out."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[Any, Any]] = {}
-
-    def of(self, init_state: Any, precision: Precision) -> Any:
-        """Return the whole state."""
-        key = id(init_state), precision
-        if key not in self._known:
-            self._known[key] = init_state, initial(init_state, precision)
-        return self._known[key][1]
 
 
 def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
@@ -126,47 +48,6 @@ def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
     given = {**({"cuts": others} if others else {}), **options}
     more = "".join(f", {name}={value}" for name, value in given.items())
     return f"{KINDS[PIPE].cuts.removesuffix(')')}{more})"
-
-
-def listed(x: Any) -> list[Any]:
-    """Return one value, or several, as a list."""
-    return list(x) if isinstance(x, list | tuple) else [x]
-
-
-def halves(machine: Machine) -> str:
-    """Return the half precision that a machine computes in: before Ampere, GPUs have no bfloat16."""
-    return "bf16" if "bfloat16" in machine.flops else "fp16"
-
-
-def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[Config]:
-    """Return every requested configuration with that many rows, without those that equal another one.
-
-    Raises `ValueError` for an argument that is not known.
-    """
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or several.")
-    axes = tuple((axis.name, axis.size) for axis in mesh.axes if axis.size > 1)
-    stages = (STAGES if mesh.shards.size > 1 else (3,)) if asked.stage == ALL else listed(asked.stage)
-    for stage in stages:
-        check_stage(stage)
-    usual = (halves(machine), None) if machine.device != "cpu" else (None,)
-    precisions = usual if asked.precision == ALL else listed(asked.precision)
-    for each in precisions:
-        if resolve(each).fp8 and machine.device != "cpu" and "float8_e4m3fn" not in machine.flops:
-            refuse(f"machine {machine.name!r}, which has no 'float8_e4m3fn' among its flops")
-    remats = (None,) if asked.remat == ALL else listed(asked.remat)
-    for how in remats:
-        if how not in REMATS:
-            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
-    for precision, wire, stage in itertools.product(precisions, map(hashable, listed(asked.wire)), stages):
-        tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
-        for offload, how in itertools.product(tiers, remats):
-            yield Config(stage, offload, precision, how, rows, machine.memory, mesh=axes, wire=wire)
-
-
-def _tiers(stage: int, machine: Machine) -> list[str | None]:
-    """Return the tiers to try at a stage: the more the stage saves, the farther from the device."""
-    return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]
 
 
 class _Prepared(NamedTuple):
@@ -263,9 +144,13 @@ class RowPlanner:
             except ValueError:  # there is nothing to recompute
                 return
 
+    def laid(self, config: Config) -> Any:
+        """Return the state, laid out on the first rank, without memory."""
+        return self._laid(self._fake, config, as_stages(self._mesh)[0])
+
     def of_state(self, config: Config) -> Needs:
         """Return what the state alone needs."""
-        return max(_state_needs(self._laid(self._fake, config, mesh)) for mesh in as_stages(self._mesh))
+        return max(state_needs(self._laid(self._fake, config, mesh)) for mesh in as_stages(self._mesh))
 
     @property
     def num_tokens(self) -> int:
@@ -287,6 +172,10 @@ class RowPlanner:
             first = self._initials.of(self._step.init_state, made_for(config.precision, config.wire))
             partition = Partition.zero(mesh, cuts=self._cuts(resolve(config.precision)), **config.options)
             return shard_fake(first, partition, self._step.unit)
+
+    def _turned(self, state: Any) -> Any:
+        """Return a state as the step takes it that is planned."""
+        return state
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
         """Return the captured step of every stage's rank, and of every rank of an axis whose ranks run other
@@ -326,12 +215,12 @@ class RowPlanner:
         m, fake = self._machine, self._fake
         state = self._laid(fake, config, mesh)
         with fake():
-            needs = _state_needs(state)
+            needs = state_needs(state)
             lacks = lacking(needs, m, self.ranks_of_node)
             if lacks:
                 return Row(config, needs, f"{lacks} for the state alone", None)
             batch, tokens, unit = self._scaled(fake, config.rows)
-            program, _ = captured(self._step.train_step, state, batch)
+            program, _ = captured(self._step.train_step, self._turned(state), batch)
             program.name = self._step.name
             pipeline = passes.pipeline(program.new_state is not None)
             pipeline.prepare(program, m)
@@ -343,21 +232,19 @@ class RowPlanner:
         m = self._machine
         with found.fake():
             try:
-                choices = self._choices(found.pipeline, program, config.remat)
+                choices = self._choices(found.pipeline, program, config)
             except OverBudget as error:
                 return Row(config, found.needs, f"the least that it takes is {error.least:,}", None)
-            found.pipeline.finish(program, choices=choices, budget=self._budget(config.remat))
+            found.pipeline.finish(program, choices=choices, budget=_budget(config))
             plan = Plan(program, m, found.fake)
         memory = plan.memory()
         needs = Needs(memory.total, memory.host, memory.disk)
         lacks = lacking(needs, m, self.ranks_of_node)
         return Row(config, needs, lacks, plan, found.tokens, found.unit, microbatches=found.microbatches)
 
-    def _choices(self, pipeline: passes.Pipeline, program: Program, remat: str | None) -> Sequence[Choice]:
-        return pipeline.decide(program, memory=self._budget(remat), remat=None if remat == BUDGET else remat)
-
-    def _budget(self, remat: str | None) -> int | None:
-        return int(self._machine.memory) if remat == BUDGET else None
+    def _choices(self, pipeline: passes.Pipeline, program: Program, config: Config) -> Sequence[Choice]:
+        remat = None if config.remat == BUDGET else config.remat
+        return pipeline.decide(program, memory=_budget(config), remat=remat)
 
     def _scaled(self, fake: FakeMachine, rows: int) -> tuple[Any, int, str]:
         """Return the batch with that many rows, without memory; its number of tokens, or of rows if it has none;
@@ -376,6 +263,10 @@ class RowPlanner:
         return fake.zeros(shape, x.dtype, torch.device("cpu"))
 
 
+def _budget(config: Config) -> int | None:
+    return int(config.memory) if config.remat == BUDGET else None
+
+
 def _copied(program: Program) -> Program:
     return replace(program, gm=copied(program.gm), buffers=[], drive_space=[], timings={})
 
@@ -384,7 +275,7 @@ def _need(row: Row) -> tuple[bool, float]:
     return not row.fits, row.needs.device
 
 
-def _state_needs(state: Any) -> Needs:
+def state_needs(state: Any) -> Needs:
     """Return the bytes of a rank's state."""
     device: dict[Any, int] = {}  # shards may be views of a gathered copy
     host = disk = 0

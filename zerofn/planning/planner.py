@@ -12,11 +12,11 @@ from ..comm.mesh import Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.script import NUM_RANKS
 from ..memory.turns import outside_steps
-from ..training.diloco import Diloco
 from ..util.arguments import checked
 from ..util.sizes import num_bytes
+from .asked import ALL, Asked, Cuts, Initial, Step
+from .kinds import planner_of
 from .meshes import AUTO, rows_of_meshes
-from .plan_variants import ALL, Asked, Cuts, Initial, RowPlanner, Step
 from .table import Table
 
 CUDA_CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
@@ -96,14 +96,8 @@ def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
 
 def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
     """Plan a step on one mesh. `machine`: as it was given; `where`: see `cluster`."""
-    if isinstance(step.train_step, Diloco):
-        raise ValueError(
-            "plan: a step of zerofn.diloco is planned by its inner step, on the mesh of one replica: write "
-            "zerofn.plan(step.inner_step, init_state, batch, mesh={'data': 8}). What replicas send one another is in "
-            "zerofn.compile(step).lower(state, batch)."
-        )
     where.check_ranks(mesh.num_ranks)
-    rows = step.planned_by(lambda step: list(RowPlanner(step, mesh, where, written(machine), Initial()).rows(asked)))
+    rows = step.planned_by(lambda step: list(planner_of(step, mesh, where, written(machine), Initial()).rows(asked)))
     return Table(rows, where, mesh.num_ranks, step.name)
 
 

@@ -7,19 +7,20 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..comm.mesh import Axis
+from ..capture.checked_capture import dry_result
+from ..comm.mesh import Axis, Mesh
 from ..cost.links import Links
 from ..cost.machine import Machine, machine_of
 from ..cost.simulator import Timeline
+from ..dry_run.script import current_dry_run
 from ..memory.turns import is_inside_step
 from ..runtime.hooks import before_step
 from ..runtime.interrupts import whole_steps
-from ..sharding.sharded import Sharded
-from ..training.diloco import Diloco, DilocoState, Step, replicas_of
+from ..training.diloco import Diloco, DilocoState, Step
 from ..training.outer_step import bytes_sent
-from ..util.sizes import in_words
+from ..util.sizes import in_words, time_in_words
 from .plan import Plan
 
 
@@ -49,6 +50,10 @@ class CompiledRounds:
         """Take an inner step, and the outer ones that are due. Inside another step it is the function itself."""
         if is_inside_step():
             return self._step(state, batch)
+        if (dry_run := current_dry_run()) is not None:
+            replicas = self._step.replicas(state.params.spec.mesh)
+            dry_run.come_to(self._step, replicas.together(state.replicas), batch)
+            return state, dry_result(self._step.inner_step, replicas.own(state.replicas), batch)[1]
         before_step()
         with whole_steps():  # what the inner step has spent is replaced where the outer ones have ended
             result = self._run(state, batch)
@@ -57,9 +62,16 @@ class CompiledRounds:
 
     def lower(self, state: DilocoState, batch: Any) -> RoundPlan:
         """Return the plan of a round on this state and batch. All ranks must call it; nothing runs."""
-        self._step.check(state)
-        replicas = replicas_of(state.params.spec.mesh, self._step.axis)
-        return RoundPlan(self._step, self.inner.lower(replicas.own(state.replicas), batch), state.params, replicas.axis)
+        step = self._step
+        step.check(state)
+        replicas = step.replicas(state.params.spec.mesh)
+        together = None
+        if step.trains_together(state):
+            together = self.inner.lower(replicas.together(state.replicas), batch)
+        inner = self.inner.lower(replicas.own(state.replicas), batch)
+        between = bytes_sent(state.params, replicas.axis, step.wire)
+        rounds = Rounds.of(step, replicas.axis, inner.sent_along, between)
+        return RoundPlan(step, inner, rounds, replicas.whole, together)
 
     def _outer_step(self, meeting: Any, batch: None) -> Any:
         found = self.outer.going_on(meeting, batch)
@@ -67,22 +79,118 @@ class CompiledRounds:
         return found
 
 
-class RoundPlan:
-    """What a round of `diloco` needs and does: `every` inner steps, of which `inner` is the plan, and what replicas
-    send one another meanwhile, `between` bytes by a rank.
+class Rounds(NamedTuple):
+    """What a rank sends in a round of `diloco`, of `every` inner steps. `inner`: in each of these, bytes by axis.
+    `between`: to other replicas along `axis`, meanwhile: in `fragments` parts, half of the bytes in sums of differences
+    and half in means. `tau`: how many inner steps both have.
     """
 
-    def __init__(self, step: Diloco, inner: Plan, params: Sharded, axis: Axis) -> None:
-        self.step, self.inner, self._axis, self._mesh = step, inner, axis, params.spec.mesh
-        self.every = step.every
-        self.between = bytes_sent(params, axis, step.wire)
+    every: int
+    fragments: int
+    tau: int
+    axis: str
+    replicas: int
+    inner: dict[str, int]
+    between: int
+
+    @staticmethod
+    def of(step: Diloco, axis: Axis, inner: dict[str, int], between: int) -> Rounds:
+        """Return those of a step. `axis`: of replicas."""
+        return Rounds(step.every, step.fragments, step.tau, axis.name, axis.size, inner, between)
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes of a whole round, by axis."""
+        found = Counter({name: self.every * nbytes for name, nbytes in self.inner.items()})
+        found[self.axis] += self.between
+        return dict(found)
+
+    @property
+    def average(self) -> dict[str, int]:
+        """Bytes of a step on average, by axis."""
+        return {name: nbytes // self.every for name, nbytes in self.sent.items()}
+
+
+class TimedRounds(NamedTuple):
+    """Rounds on a machine. `inner`: seconds of an inner step, which `inner_bound` limits. `rate`: bytes per second that
+    a rank sends to other replicas. `beside`: bytes of a rank's device beside the inner state.
+    """
+
+    of: Rounds
+    inner: float
+    rate: float
+    inner_bound: str
+    beside: int
+
+    @property
+    def waits(self) -> float:
+        """Seconds of a round in which inner steps wait for what replicas send: for sums of differences behind the first
+        half of the `tau` steps, for means behind the other. The arithmetic of outer steps is not among them.
+        """
+        rounds, half = self.of, -(-self.of.tau // 2)
+        takes = rounds.between / 2 / rounds.fragments / self.rate
+        hidden = (steps * self.inner for steps in (half, rounds.tau - half))
+        return rounds.fragments * sum(max(0.0, takes - time) for time in hidden)
+
+    @property
+    def on_link(self) -> float:
+        """Seconds of a round for which the link between replicas is busy."""
+        return self.of.between / self.rate
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step on average."""
+        return max(self.inner + self.waits / self.of.every, self.on_link / self.of.every)
+
+    @property
+    def bound(self) -> str:
+        """The lane that limits a step on average."""
+        return f"sent along {self.of.axis}" if self.seconds > 2 * self.inner else self.inner_bound
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes of a step on average, by axis."""
+        return self.of.average
+
+    @property
+    def least_every(self) -> int:
+        """From which number of inner steps on a round sends no longer than its inner steps take."""
+        return max(1, math.ceil(self.on_link / self.inner))
+
+    def __str__(self) -> str:
+        rounds, means = self.of, f"{time_in_words(self.seconds)} on average"
+        inner = " and ".join(f"{in_words(n)} along {name}" for name, n in rounds.inner.items() if n) or "nothing"
+        return (
+            f"replicas meet every {rounds.every} steps: an inner step takes {time_in_words(self.inner)} and sends "
+            f"{inner}, replicas {in_words(rounds.between)} along {rounds.axis} in a round; a step takes {means}. From "
+            f"every={self.least_every} on that link does not bound"
+        )
+
+    def json(self) -> dict[str, Any]:
+        """As numbers and texts."""
+        more = {"seconds": self.seconds, "least_every": self.least_every}
+        return {**self.of._asdict(), **self._asdict(), "inner": self.of.inner, "inner_seconds": self.inner, **more}
+
+
+class RoundPlan:
+    """What a round of `diloco` needs and does: `every` inner steps, of which `inner` is the plan, and what replicas
+    send one another meanwhile, `between` bytes by a rank. `together`: the plan of a step that all ranks take together;
+    None if replicas train apart already.
+    """
+
+    def __init__(self, step: Diloco, inner: Plan, rounds: Rounds, mesh: Mesh, together: Plan | None) -> None:
+        self.step, self.inner, self.together, self.rounds, self._mesh = step, inner, together, rounds, mesh
+        self.every, self.between = rounds.every, rounds.between
 
     @property
     def sent_along(self) -> dict[str, int]:
         """Return the bytes that a rank sends in a round along each axis of the mesh."""
-        found = Counter({name: self.every * nbytes for name, nbytes in self.inner.sent_along.items()})
-        found[self._axis.name] += self.between
-        return dict(found)
+        return self.rounds.sent
+
+    @property
+    def average(self) -> dict[str, int]:
+        """Return the bytes that a rank sends in a step along each axis of the mesh, on average over a round."""
+        return self.rounds.average
 
     def least_every(
         self,
@@ -108,12 +216,13 @@ class RoundPlan:
             where = machine_of(machine)
             where.check_ranks(self._mesh.num_ranks)
             seconds = self._seconds(where) if seconds is None else seconds
-            rate = Links(where, self._mesh.num_ranks, self._mesh).along(self._axis.name).rate if rate is None else rate
+            links = Links(where, self._mesh.num_ranks, self._mesh)
+            rate = links.along(self.rounds.axis).rate if rate is None else rate
         if not (seconds and rate and seconds > 0 and rate > 0):
             raise ValueError(
                 f"least_every: seconds={seconds!r} of an inner step and rate={rate!r} bytes/s must be positive."
             )
-        return max(1, math.ceil(self.between / rate / seconds))
+        return TimedRounds(self.rounds, seconds, rate, "", 0).least_every
 
     def _seconds(self, machine: Machine) -> float:
         """Return how long an inner step takes there."""
@@ -130,6 +239,8 @@ class RoundPlan:
             f"  between replicas, spread over the round: {in_words(self.between // self.every)} a step",
             self.inner.text(),
         ]
+        if self.together is not None:
+            lines += [f"the first {self.step.after} steps, of all ranks together:", self.together.text()]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

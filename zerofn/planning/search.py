@@ -9,9 +9,12 @@ from ..capture.capture import CaptureError
 from ..comm.axes import BETWEEN, KINDS, AxisKind
 from ..comm.mesh import Mesh
 from ..cost.machine import Machine
+from ..training.diloco import Diloco
+from .asked import ALL, Asked, Initial, Step
 from .deep_models import UNSURE, Estimator, depths_of, is_deep
+from .kinds import planner_of
 from .plan_row import Config, Row
-from .plan_variants import ALL, Asked, Initial, RowPlanner, Step
+from .plan_variants import RowPlanner
 
 STAGES = (1, 3)  # 0 keeps more than 1 and sends as much; 2 differs from 1 where a step has several batches
 Sizes = Mapping[str, int]  # of axes for which a model is changed; 1 where nothing is said
@@ -141,7 +144,12 @@ class Search:
         self.rows = [row for row in self.rows if row.config not in planned] + found
 
     def _rows(self, step: Step, mesh: Mesh, asked: Asked) -> list[Row]:
-        planner = RowPlanner(step, mesh, self._machine, self._written, self._initials)
+        if isinstance(step.train_step, Diloco):
+            raise ValueError(
+                "plan(mesh='auto') is for ranks that train together; plan a step of zerofn.diloco on its mesh, such "
+                "as {'replicate': 2, 'data': 8}, or its inner step on all meshes of one replica."
+            )
+        planner = planner_of(step, mesh, self._machine, self._written, self._initials)
         self._check(step, mesh, planner.num_tokens / planner.num_rows)
         self.name = step.name
         rows: list[Row] = []

@@ -128,9 +128,9 @@ class Table:
         )
 
     def _details(self) -> list[str]:
-        """Return, of the best row, or of the nearest, a line for each rank of a pipeline, and what codes gain."""
-        pipelined, wire = None if self._shown is None else self._shown.pipelined, self._break_even
-        return [*([] if pipelined is None else pipelined.details()), *([] if wire is None else [str(wire)])]
+        """Return, of the best row, or of the nearest, `Row.details`, and what codes gain."""
+        wire = [] if self._break_even is None else [str(self._break_even)]
+        return [*([] if self._shown is None else self._shown.details()), *wire]
 
     @property
     def _shown(self) -> Row | None:
@@ -179,7 +179,7 @@ class Table:
         several = len({row.config.rows for row in self.rows}) > 1
         draw_rows(
             [row.config.label(several) for row in self.rows],
-            [row.plan.memory().peak if row.plan else {"state": row.needs.device} for row in self.rows],
+            [row.peak or {"state": row.needs.device} for row in self.rows],
             [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
             self.machine.memory,
             file,

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .. import tree
-from ..optim.phases import phased, turned
+from ..optim import phases
+from ..optim.phases import Kinds, phased, turned
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 
@@ -53,6 +54,23 @@ class KindsOfSteps:
         opt_state, left = turned(state.tx, state.opt_state)
         self._left[k] = weakref.ref(found.count), left
         return state if opt_state is state.opt_state else replace(state, opt_state=opt_state)
+
+
+def kinds_of(state: Any) -> Kinds | None:
+    """Return the kinds of steps of the first optimizer in a state that has several; None if none has."""
+    nodes = tree.flatten(state, _is_end)[0]
+    return next((kinds for x in nodes if isinstance(x, TrainState) and (kinds := phases.kinds_of(x.tx))), None)
+
+
+def with_kind(state: Any, kind: str) -> Any:
+    """Return a state with all optimizers that have several kinds of steps turned to one."""
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, TrainState) or x.tx.about.phase is None:
+            return x
+        return replace(x, opt_state=phases.turned_to(x.opt_state, kind))
+
+    return tree.tree_map(one, state, is_leaf=_is_end)
 
 
 def _is_end(x: Any) -> bool:

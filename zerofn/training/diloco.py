@@ -196,6 +196,16 @@ class Diloco:
         """The outer step of one fragment, a function to capture."""
         return outer_step_of(self.outer, self.mix)
 
+    def replicas(self, mesh: Mesh) -> Replicas:
+        """Return the replicas of a mesh, for one mesh always the same object. Raises `ValueError` if it has none."""
+        names = [axis.name for axis in mesh.axes]
+        if self.axis not in names or not mesh.axis(self.axis).kind.replicas:
+            raise ValueError(
+                f"diloco: axis={self.axis!r} is none of replicas on the state's mesh, whose axes are {names}; write "
+                "zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
+            )
+        return _replicas(ByIdentity(mesh), self.axis)
+
     def init(self, state: Any) -> DilocoState:
         """Return the state of a run that begins: each replica has `state`, whose memory it takes over. All ranks must
         call it; nothing is sent.
@@ -204,7 +214,7 @@ class Diloco:
         hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
         """
         params = self._checked(state)
-        replicas = replicas_of(params.spec.mesh, self.axis)
+        replicas = self.replicas(params.spec.mesh)
         with torch.no_grad():
             anchor = anchor_of(params)
             fragments = fragments_of(params, self.fragments)
@@ -222,7 +232,7 @@ class Diloco:
     def __call__(self, state: DilocoState, batch: Any) -> tuple[DilocoState, Any]:
         """Take an inner step, and the outer ones that are due."""
         self.check(state)
-        replicas = replicas_of(state.params.spec.mesh, self.axis)
+        replicas = self.replicas(state.params.spec.mesh)
         together = self.trains_together(state)
         if not together and state.began < 0:
             state = self._apart(state, replicas)
@@ -279,12 +289,7 @@ class Diloco:
             raise TypeError(
                 f"diloco: init takes a state that zerofn.shard returned, with an entry 'params', got {told(state)}."
             )
-        mesh, sizes = params.spec.mesh, [axis.name for axis in params.spec.mesh.axes]
-        if self.axis not in sizes or not mesh.axis(self.axis).kind.replicas:
-            raise ValueError(
-                f"diloco: axis={self.axis!r} is none of replicas on the state's mesh, whose axes are {sizes}; write "
-                "zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
-            )
+        self.replicas(params.spec.mesh)
         if params.spec.partition.again:
             raise ValueError(
                 "diloco: with hpz=True replicas share one state, and here each has its own; leave hpz out."
@@ -306,11 +311,6 @@ class Diloco:
 def _named(state: Any) -> tuple[list[str], list[Any]]:
     leaves, treedef = tree.flatten(state, is_sharded)
     return tree.field_names(treedef), leaves
-
-
-def replicas_of(mesh: Mesh, axis: str) -> Replicas:
-    """Return the replicas of a mesh: for one mesh always the same object."""
-    return _replicas(ByIdentity(mesh), axis)
 
 
 @lru_cache(maxsize=64)
