@@ -107,30 +107,44 @@ def update_(
     """
     check_tensors(rule, p, g, moments)
     check_run_lists(g.numel(), starts, stops, rates, decays, factors, offset)
+    given: dict[str, Any] = {"starts": starts, "stops": stops, "rates": rates, "decays": decays}
+    given |= {"factors": factors, "hyper": hyper, "count": count, "offset": offset}
     if missing():
-        reference.update_(
-            rule,
-            p,
-            g,
-            moments,
-            starts=starts,
-            stops=stops,
-            rates=rates,
-            decays=decays,
-            factors=factors,
-            hyper=hyper,
-            count=count,
-            offset=offset,
-        )
-        return
-    runs = _runs_of(rule, starts, stops, rates, decays, hyper, count)
+        reference.update_(rule, p, g, moments, **given)
+    else:
+        run(prepared(rule, p, g, moments, **given))
+
+
+def prepared(
+    rule: str,
+    p: Sequence[Tensor],
+    g: Tensor,
+    moments: Sequence[Sequence[Tensor]],
+    *,
+    starts: Sequence[int],
+    stops: Sequence[int],
+    rates: Sequence[float],
+    decays: Sequence[float],
+    factors: Sequence[float] = (),
+    hyper: dict[str, Any],
+    count: int,
+    offset: int = 0,
+) -> _Update:
+    """The library's description of what `update_` does."""
     a = _tensors_of(rule, p, g, moments, factors)
+    runs = _runs_of(rule, starts, stops, rates, decays, hyper, count)
     a.key, a.offset, a.size, a.num_runs, a.runs = count, offset, g.numel(), len(runs), runs
-    if runs:
-        update = kernel("update")
-        first = starts[0] // BLOCK * BLOCK
-        size = num_blocks(stops[-1] - first) * BLOCK  # whole blocks: one that is touched gets a new scale
-        in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
+    return a
+
+
+def run(a: _Update) -> None:
+    """Run an update that was prepared."""
+    if not a.num_runs:
+        return
+    update = kernel("update")
+    first = a.runs[0].start // BLOCK * BLOCK
+    size = num_blocks(a.runs[a.num_runs - 1].stop - first) * BLOCK  # whole blocks: one touched gets a new scale
+    in_parts(size, lambda at, end: update(ctypes.byref(a), first + at, min(first + end, a.size)))
 
 
 def _runs_of(

@@ -26,13 +26,10 @@ from .kernel_args import GRADIENTS, RULES, check_run_lists, check_tensor, check_
 # CuPy's own RawModule would add -ftz=true, with which small numbers lose their bits.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
 _UPDATES = ("update_whole", "update_half", "update_blocks")  # by the moments' format
-KERNELS = (
-    "runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast", "fp8", "fp8_scale",
-    "wire_encode", "wire_decode", "wire_sum", "wire_mix",
-)  # fmt: skip
+_CODES = ("wire_encode", "wire_decode", "wire_sum", "sign_mix", "fp8", "fp8_scale")
+KERNELS = ("runs", *_UPDATES, "chunks", "norms", "split", "joined", "encode", "decode", "cast", *_CODES)
 _NUMBERS = {dtype: i for i, dtype in enumerate(GRADIENTS)}  # zf_number
-_WARPS = 8  # of a launch's block
-_RUN_BYTES = 64  # of a zf_run
+_WARPS, _RUN_BYTES = 8, 64  # of a launch's block; of a zf_run
 _CHUNK = 8192  # elements of a part that one warp reads: always, so that a part's sums are those of no other's
 
 
@@ -301,6 +298,16 @@ def _kept(table: Tensor) -> Tensor:
     if (tables := the(Kept).tables) is not None:
         tables.append(table)
     return table
+
+
+def table_of(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """Numbers that are known beforehand, int64 on the device."""
+    return _kept(_table_of(device, numbers))
+
+
+@functools.lru_cache(maxsize=4096)
+def _table_of(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from .kernel_args import BLOCK
 
-_VERSION = 8  # ZF_VERSION of the C interface
+_VERSION = 9  # ZF_VERSION of the C interface
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
-_P, _N, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+_P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "update": ([_P, _N, _N], None),
     "split": ([_P, _P, _P, _N], None),
@@ -37,7 +37,10 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "wire_encode": ([_P, _P, _P, _N, _N, _N, _I, _I, _P, _N], None),
     "wire_decode": ([_P, _P, _P, _N, _N, _N, _I, _I], None),
     "wire_sum": ([_P, _P, _N, _P, _N, _N, _N, _I], None),
-    "wire_mix": ([_P, _P, _P, _P, _P, _N, _N, _N, _F, _F, _F, _I], None),
+    "sign_mix": ([_P, _N, _N], None),
+    "sign_encode": ([_P, _P, _P, _N, _N], None),
+    "sign_decode": ([_P, _P, _P, _N, _N], None),
+    "update_signs": ([_P, _P, _P, _N, _N], None),
 }
 
 

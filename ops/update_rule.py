@@ -65,7 +65,7 @@ def define_rule(
                     _run_kernel(made, p, g, held, count, lr, factor, runs, offset)
                     return
         _check_dtypes(name, p, kept, form)
-        with _decoded(p, kept, form, count, offset) as written:
+        with decoded(p, kept, form, count, offset) as written:
             # An expanded gradient stays without strides in one dim; torch's fused rules read memory in order.
             given = written, g.reshape(-1).contiguous(), count, lr, factor, finite, *runs
             rules[made[0]].update(*given, **made[1])
@@ -184,7 +184,7 @@ def _check_dtypes(name: str, p: Parts, moments: Sequence[Parts], form: MomentFor
 
 
 @contextlib.contextmanager
-def _decoded(
+def decoded(
     p: Parts, moments: Sequence[Parts], form: MomentFormat, count: Tensor, offset: int
 ) -> Iterator[list[Tensor]]:
     """The master and the moments as flat tensors to write to. What is stored otherwise, or not in order, is a copy,

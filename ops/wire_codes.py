@@ -134,53 +134,6 @@ def sum_(rows: Sequence[Codes], out: Tensor) -> None:
             out.add_(now)
 
 
-class Mix(NamedTuple):
-    """The factors of what `mix` adds up."""
-
-    by: float
-    of_signs: float
-    of_rest: float
-
-
-def mix(added: Tensor, before: Tensor, left: Tensor, how: Mix, block: int) -> tuple[Tensor, Tensor]:
-    """Return (x as it arrives when it is sent as signs, what that lacks of x), fp32 [size].
-
-    x = added * by + ((s * of_signs + (before - s) * of_rest) + left), where s is `before` as it arrives. `added`: fp32,
-    bf16 or fp16 [size]; `before`, `left`: fp32 [size].
-    """
-    check_tensor("wire mix: added", added, GRADIENTS, device=added.device)
-    for what, x in (("before", before), ("left", left)):
-        check_tensor(f"wire mix: {what}", x, (torch.float32,), added.numel(), added.device)
-    sent, rest = torch.empty_like(before), torch.empty_like(before)
-    tensors, num = (before, left, sent, rest), before.numel() // block
-    if _on_cpu(added):
-        function, addresses = native.kernel("wire_mix"), [x.data_ptr() for x in (added, *tensors)]
-        part = lambda a, b: function(*addresses, a // block, b // block, block, *how, _number(added))  # noqa: E731
-        native.in_parts(before.numel(), part, block)
-    elif _on_gpu(added):
-        cuda.launch("wire_mix", added.device, num, added, _number(added), *tensors, num, block, *how)
-    else:
-        for a in range(0, before.numel(), _AT_ONCE * block):
-            here = slice(a, a + _AT_ONCE * block)
-            x = mixed(added[here], before[here], _as_signs(before[here], block), left[here], how)
-            sent[here] = _as_signs(x, block)
-            rest[here] = x - sent[here]
-    return sent, rest
-
-
-def mixed(added: Tensor, before: Tensor, signs: Tensor, left: Tensor, how: Mix) -> Tensor:
-    """The x of `mix`. `signs`: its s."""
-    return added.float() * how.by + ((signs * how.of_signs + (before - signs) * how.of_rest) + left)
-
-
-def _as_signs(x: Tensor, block: int) -> Tensor:
-    held = Codes(
-        x.new_empty(x.numel() // 8, dtype=torch.uint8), x.new_empty(x.numel() // block).bfloat16(), "sign", block
-    )
-    _encode(x, held, None)
-    return _decoded(held)
-
-
 def _tensors(rows: Sequence[Codes]) -> list[tuple[Tensor, Tensor]]:
     return [(row.codes, row.scales) for row in rows]
 

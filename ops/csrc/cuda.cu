@@ -43,7 +43,7 @@ ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rat
     const zf_rates r = *run;
     const bool all = inside == 0xFFu && tail == 8; // nothing is asked between elements then: their steps overlap
 #define STEP(f) f(p[k], g[k], m + k, v + k, &r)
-#define RULE(name, num_moments, whole_, tail_, lossy_)                                                                 \
+#define RULE(name, num_moments, num_written, whole_, tail_, lossy_)                                                    \
     if (rule == ZF_##name) {                                                                                           \
         if (all && lossy)                                                                                              \
             EACH(k) p[k] = STEP(lossy_);                                                                               \
@@ -55,6 +55,14 @@ ZF_GPU void steps(zf_i64 rule, bool lossy, zf_u32 inside, int tail, const zf_rat
     ZF_RULES(RULE)
 #undef RULE
 #undef STEP
+}
+
+ZF_GPU zf_i64 num_written(zf_i64 rule) { // of its moments
+#define RULE(name, num_moments, num_written, whole, tail, lossy)                                                       \
+    if (rule == ZF_##name) return num_written;
+    ZF_RULES(RULE)
+#undef RULE
+    return 0;
 }
 
 // A moment of 8 elements: loaded, and stored when its new values are known. `is_signed`: m.
@@ -148,7 +156,8 @@ ZF_GPU void updated(zf_i64 rule, zf_i64 g_number, void *p, void *lo, const void 
             EACH(k) hi.word[k] = zf_bits(p_now[k]);
         store(p, lo ? 2 : 4, at, rest, hi);
         const zf_u32 seed = zf_seed(key, (zf_u64)(offset + first) / ZF_UNIT);
-        write(of_m, m_now, inside, seed, (zf_u32)draws), write(of_v, v_now, inside, seed, (zf_u32)draws);
+        if (num_written(rule) > 0) write(of_m, m_now, inside, seed, (zf_u32)draws);
+        if (num_written(rule) > 1) write(of_v, v_now, inside, seed, (zf_u32)draws);
     }
 }
 
@@ -342,4 +351,4 @@ ZF_KERNEL zf_fp8(const void *x, zf_i64 number, const float *scale, zf_i64 grad, 
     }
 }
 
-#include "wire_cuda.h"
+#include "signs_cuda.h"

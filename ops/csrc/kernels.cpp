@@ -15,6 +15,7 @@ ZF_FN Pair bits(Numbers x) { return {zf_bits(x.even), zf_bits(x.odd)}; }
 ZF_FN Numbers sum(Numbers a, Numbers b) { return {a.even + b.even, a.odd + b.odd}; }
 
 #define ZF_INLINE template <bool full, bool straight> __attribute__((always_inline))
+#define ZF_NO_BLOCKS ZF_FN void open(zf_i64) {} ZF_FN void close(zf_i64) {} ZF_FN void finish(zf_i64) {}
 #define ZF_SOON(...) template <bool far> __attribute__((always_inline)) void soon(zf_i64 i) const { __VA_ARGS__; }
 
 // The draws of a part's elements at even places and at odd ones, those of element i at i / 2.
@@ -77,15 +78,11 @@ struct None {
     ZF_INLINE Numbers get(zf_i64, zf_i64) const { return Numbers(); }
     ZF_INLINE void set(zf_i64, Numbers, zf_i64) const {}
     ZF_SOON((void)i)
-    ZF_FN void open(zf_i64) {}
-    ZF_FN void close(zf_i64) {}
-    ZF_FN void finish(zf_i64) {}
+    ZF_NO_BLOCKS
 };
 struct Whole : Fp32 {
     static const bool in_blocks = false, is_far = false;
-    ZF_FN void open(zf_i64) {}
-    ZF_FN void close(zf_i64) {}
-    ZF_FN void finish(zf_i64) {}
+    ZF_NO_BLOCKS
 };
 struct Halves {
     static const bool is_fp32 = false, in_blocks = false, is_far = true;
@@ -97,9 +94,7 @@ struct Halves {
         store_words<full>(x + i, upper({zf_to_bf16(now.even, random.even), zf_to_bf16(now.odd, random.odd)}), left);
     }
     ZF_SOON(::soon<far>(x + i))
-    ZF_FN void open(zf_i64) {}
-    ZF_FN void close(zf_i64) {}
-    ZF_FN void finish(zf_i64) {}
+    ZF_NO_BLOCKS
 };
 
 template <int is_signed>
@@ -219,20 +214,28 @@ void with_master(M m, V v, const Part &part) {
         with_gradient<step>(Fp32{(zf_u32 *)p + part.at}, m, v, part);
 }
 
-template <bool there, class M>
+template <class M>
+struct Fixed : M { // read, and not written
+    ZF_INLINE void set(zf_i64, Numbers, zf_i64) const {}
+    ZF_FN void close(zf_i64) {}
+    ZF_FN void finish(zf_i64) {}
+};
+
+template <bool there, bool written, class M>
 auto moment(M m) {
-    if constexpr (there) return m;
-    else return None();
+    if constexpr (!there) return None();
+    else if constexpr (written) return m;
+    else return Fixed<M>{m};
 }
 
 enum Kind { WHOLE, TAIL, LOSSY };
 
 template <Kind kind, class M, class V>
 void with_rule(M m, V v, const Part &part) {
-#define RULE(name, num_moments, whole, tail, lossy)                                                                    \
+#define RULE(name, num_moments, num_written, whole, tail, lossy)                                                       \
     if (part.a->rule == ZF_##name)                                                                                     \
         with_master<kind == WHOLE ? whole : kind == TAIL ? tail : lossy>(                                              \
-            moment<(num_moments > 0)>(m), moment<(num_moments > 1)>(v), part);
+            moment<(num_moments > 0), (num_written > 0)>(m), moment<(num_moments > 1), (num_written > 1)>(v), part);
     ZF_RULES(RULE)
 #undef RULE
 }

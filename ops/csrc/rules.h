@@ -84,24 +84,17 @@ ZF_FN zf_f zf_frozen_adamw(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) 
     return ZF_FMA(way, r->rate, p * r->shrink);
 }
 
-/* A new value in place of the old one, unless a step is skipped. */
-ZF_FN zf_f zf_renew(zf_f p, zf_f g, zf_f *m, zf_f *v, const zf_rates *r) {
-    (void)p, (void)m, (void)v, (void)r;
-    return g;
-}
-
-/* All rules, each with the number of its moments and three functions (p, g, m, v, constants) -> p, which write m and v:
- * the rule, the rule in a tail, the rule with moments in fewer bits. Loops over elements are made from this list. A
- * rule's number is its place here; ops/<name>.py says the same. */
+/* All rules, each with the number of its moments, how many of them it writes, and three functions (p, g, m, v, constants)
+ * -> p, which write m and v: the rule, the rule in a tail, the rule with moments in fewer bits. Loops over elements are
+ * made from this list. A rule's number is its place here; ops/<name>.py says the same. */
 #define ZF_RULES(RULE)                                                                                                 \
-    RULE(ADAM, 2, zf_adam, zf_adam_tail, zf_adam_lossy)                                                                \
-    RULE(LION, 1, zf_lion, zf_lion, zf_lion)                                                                           \
-    RULE(SGD, 0, zf_sgd, zf_sgd, zf_sgd)                                                                               \
-    RULE(SGD_MOMENTUM, 1, zf_sgd_momentum, zf_sgd_momentum, zf_sgd_momentum)                                           \
-    RULE(FROZEN_ADAMW, 1, zf_frozen_adamw, zf_frozen_adamw, zf_frozen_adamw)                                           \
-    RULE(RENEW, 0, zf_renew, zf_renew, zf_renew)
+    RULE(ADAM, 2, 2, zf_adam, zf_adam_tail, zf_adam_lossy)                                                             \
+    RULE(LION, 1, 1, zf_lion, zf_lion, zf_lion)                                                                        \
+    RULE(SGD, 0, 0, zf_sgd, zf_sgd, zf_sgd)                                                                            \
+    RULE(SGD_MOMENTUM, 1, 1, zf_sgd_momentum, zf_sgd_momentum, zf_sgd_momentum)                                        \
+    RULE(FROZEN_ADAMW, 1, 0, zf_frozen_adamw, zf_frozen_adamw, zf_frozen_adamw)
 
-#define ZF_RULE_NUMBER(name, num_moments, whole, tail, lossy) ZF_##name,
+#define ZF_RULE_NUMBER(name, num_moments, num_written, whole, tail, lossy) ZF_##name,
 enum zf_rule { ZF_RULES(ZF_RULE_NUMBER) };
 
 #endif

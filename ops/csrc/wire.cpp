@@ -1,26 +1,7 @@
 // What ranks send, in blocks with a scale: encoded, decoded, and the sum of several. Compiled as kernels.cpp is.
-#include "vectors.h"
-#include "wire.h"
+#include "wire_vectors.h"
 
 namespace {
-
-const zf_i64 AT_ONCE = 4 * ZF_LANES; // elements; half a block is a multiple
-
-struct Fp32 {
-    typedef zf_u32 stored;
-    ZF_FN zf_f get(const stored *x) { return zf_float(raw(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_bits(first), zf_bits(second)}); }
-};
-struct Bf16 {
-    typedef zf_u16 stored;
-    ZF_FN zf_f get(const stored *x) { return zf_from_bf16(widened(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_bf16(first), zf_near_bf16(second)}); }
-};
-struct Fp16 {
-    typedef zf_u16 stored;
-    ZF_FN zf_f get(const stored *x) { return zf_from_fp16(widened(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
-};
 
 // The draws of a key, twice: a block goes past the end.
 struct Draws {
@@ -70,25 +51,6 @@ ZF_FN zf_u32 top_of(const typename Number::stored *x, zf_i64 block) {
     zf_i first = largest[0] > largest[1] ? largest[0] : largest[1];
     zf_i second = largest[2] > largest[3] ? largest[2] : largest[3];
     return largest_of(first > second ? first : second);
-}
-
-// The sum of the magnitudes of a block's elements, in the order that wire.h says.
-template <class Number>
-ZF_FN float sum_of(const typename Number::stored *x, zf_i64 block) {
-    zf_f sums[ZF_SUMS / ZF_LANES];
-    for (int k = 0; k < ZF_SUMS / ZF_LANES; ++k) {
-        sums[k] = zf_f{};
-        for (zf_i64 i = k * ZF_LANES; i < block; i += ZF_SUMS) {
-            soon<true>(x + i);
-            sums[k] += zf_float(zf_bits(Number::get(x + i)) & ZF_ABS);
-        }
-    }
-    for (int half = ZF_SUMS / ZF_LANES / 2; half; half /= 2)
-        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
-    zf_f last = sums[0];
-    for (int half = ZF_LANES / 2; half; half /= 2)
-        for (int k = 0; k < half; ++k) last[k] += last[k + half];
-    return last[0];
 }
 
 // The bits of a block's scale.
@@ -201,36 +163,6 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
         }
 }
 
-// Elements -> plus or minus a scale, as signs decode; `scale`: its bits.
-ZF_FN zf_f signed_as(zf_f x, zf_u32 scale) {
-    const zf_f size = ZF_ALL(zf_float_of(scale));
-    return scale == 0u || scale > ZF_INF ? size : zf_float(zf_bits(size) | ((zf_u)(x < zf_f{}) & ~ZF_ABS));
-}
-
-// Of each block: x = added * by + ((signs(before) * of_signs + (before - signs(before)) * of_rest) + left); `sent` becomes
-// signs(x), and `rest` what these lack.
-template <class Number>
-void mix_all(const void *from, const zf_u32 *before, const zf_u32 *left, zf_u32 *sent, zf_u32 *rest, zf_i64 first,
-             zf_i64 last, zf_i64 block, float by, float of_signs, float of_rest) {
-    const typename Number::stored *added = (const typename Number::stored *)from;
-    zf_u32 x[ZF_UNIT] __attribute__((aligned(64)));
-    for (zf_i64 b = first; b < last; ++b) {
-        const zf_u32 *here = before + b * block;
-        const zf_u32 known = zf_wire_mean(sum_of<Fp32>(here, block), block);
-        for (zf_i64 i = 0; i < block; i += ZF_LANES) {
-            const zf_f was = zf_float(raw(here + i)), sign = signed_as(was, known);
-            const zf_f kept = sign * of_signs + (was - sign) * of_rest + zf_float(raw(left + b * block + i));
-            put(x + i, zf_bits(Number::get(added + b * block + i) * by + kept));
-        }
-        const zf_u32 scale = zf_wire_mean(sum_of<Fp32>(x, block), block);
-        for (zf_i64 i = 0; i < block; i += ZF_LANES) {
-            const zf_f now = zf_float(raw(x + i)), sign = signed_as(now, scale);
-            put(sent + b * block + i, zf_bits(sign));
-            put(rest + b * block + i, zf_bits(now - sign));
-        }
-    }
-}
-
 #define ZF_EACH_FORMAT(call)                                                                                           \
     format == ZF_INT8   ? call(ZF_INT8)                                                                                \
     : format == ZF_INT4 ? call(ZF_INT4)                                                                                \
@@ -262,12 +194,4 @@ ZF_API void ZF_NAME(zf_wire_sum)(const zf_u8 *const *codes, const zf_u16 *const 
                                  zf_i64 first, zf_i64 last, zf_i64 block, zf_i32 format) {
 #define SUM(format) sum_all<format>(codes, scales, num, out, first, last, block)
     ZF_EACH_FORMAT(SUM);
-}
-
-// See `mix_all`. `number`: the kind of `added`.
-ZF_API void ZF_NAME(zf_wire_mix)(const void *added, const zf_u32 *before, const zf_u32 *left, zf_u32 *sent, zf_u32 *rest,
-                                 zf_i64 first, zf_i64 last, zf_i64 block, float by, float of_signs, float of_rest,
-                                 zf_i32 number) {
-#define MIX(Number) mix_all<Number>(added, before, left, sent, rest, first, last, block, by, of_signs, of_rest)
-    number == ZF_FP32 ? MIX(Fp32) : number == ZF_BF16 ? MIX(Bf16) : MIX(Fp16);
 }

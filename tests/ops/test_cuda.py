@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import kernels_on_cpu
-from zerofn.ops import adamw, cpu, cuda, formats, frozen_adamw, lion, reference, sgd, update_rule, wire_codes  # noqa: F401 - rules
+from zerofn.ops import adamw, cpu, cuda, formats, frozen_adamw, lion, reference, sgd, sign_rows, update_rule, wire_codes  # noqa: F401 - rules
 
 ARCHITECTURES = {70: "nvidia-cuda-nvrtc-cu12"} | dict.fromkeys((75, 80, 86, 89, 90, 100, 120), "nvidia-cuda-nvrtc")
 HYPER = {
@@ -349,11 +349,42 @@ def test_casts_are_torchs(device):
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [128, 2048])
-def test_what_is_mixed_is_the_cpus_bit_for_bit(device, block, kind):
-    given = floats(5 * block, 25).to(kind), floats(5 * block, 26, strange=False), floats(5 * block, 27, strange=False)
-    how = wire_codes.Mix(0.1, 0.45, 0.3)
-    found = wire_codes.mix(*(x.to(device) for x in given), how, block)
-    assert_same(found, wire_codes.mix(*given, how, block))
+def test_signs_that_are_mixed_are_the_cpus_bit_for_bit(device, block, kind, monkeypatch):
+    size, gaps = 4 * block, [3, 40, 2 * block - 8, 3 * block + 8, 4 * block - 1, 4 * block]
+    added, before, left = floats(size, 25).to(kind), floats(size, 26, strange=False), floats(size, 27, strange=False)
+    how = sign_rows.Mix(0.1, 0.45, 0.3)
+
+    def rows(num, row, where="cpu", gaps=gaps):
+        sent = torch.zeros(num, sign_rows.row_bytes(row, block), dtype=torch.uint8, device=where)
+        return sign_rows.Signs(sent, row, block, gaps)
+
+    came = rows(2, 2 * block)
+    sign_rows.encode(before, came)
+    given = [
+        (added, before, left, 2, gaps),
+        (added, came, left, 2, []),
+        (came, before[2 * block :], left[: 2 * block], 1, [9, 17]),
+    ]
+    for *numbers, num, between in given:
+        sent, rest = rows(num, 2 * block, gaps=between), torch.empty_like(numbers[2])
+        sign_rows.mix(*numbers, how, sent, rest)
+        with monkeypatch.context() as there:
+            there.setattr(sign_rows, "_on_cpu", lambda x: False)
+            there.setattr(sign_rows, "_on_gpu", lambda x: True)
+            for finite in (None, True, False):
+                at = rows(num, 2 * block, device, between)
+                moved = [
+                    x._replace(rows=x.rows.to(device)) if isinstance(x, sign_rows.Signs) else x.to(device)
+                    for x in numbers
+                ]
+                found = moved[2].clone() if finite is None else torch.empty_like(moved[2])
+                moved[2] = found if finite is None else moved[2]  # in the place of what was left
+                sign_rows._mix_on_gpu(
+                    *moved, how, at, found, None if finite is None else torch.tensor(finite, device=device)
+                )
+                if finite is not False:
+                    assert_same([at.rows], [sent.rows])
+                assert_same([found], [numbers[2] if finite is False else rest])
 
 
 @pytest.mark.parametrize("block", [128, 256, 2048])

@@ -112,24 +112,6 @@ def test_every_instruction_set_has_the_bits_of_torchs_operations(format, dtype, 
 
 
 @each_isa
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_mixed_is_sent_as_signs_and_nothing_is_lost(dtype, isa, monkeypatch):
-    for block in BLOCKS:
-        added, before, left = (numbers(5 * block, k) for k in range(3))
-        added, before[block : 2 * block], left[3 * block] = added.to(dtype), 0.0, torch.nan
-        how = wire_codes.Mix(0.1, 0.45, 0.3)
-        sent, rest = wire_codes.mix(added, before, left, how, block)
-        signs = decoded(encoded(before, "sign", block))
-        x = added.float() * 0.1 + ((signs * 0.45 + (before - signs) * 0.3) + left)
-        assert torch.equal(sent.nan_to_num(7.0), decoded(encoded(x, "sign", block)).nan_to_num(7.0))
-        assert torch.equal(rest.nan_to_num(7.0), (x - sent).nan_to_num(7.0)) and sent[3 * block :][:block].isnan().all()
-        with monkeypatch.context() as without:
-            without.setattr(wire_codes.cpu, "missing", lambda: "not there")
-            again = wire_codes.mix(added, before, left, how, block)
-        assert all(torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip((sent, rest), again, strict=True))
-
-
-@each_isa
 @pytest.mark.parametrize("format", FORMATS)
 def test_sums_are_in_float32_and_in_order(format, isa):
     for num in (1, 2, 5):

@@ -11,6 +11,7 @@ import zerofn
 from tests.support import onebit_by_torch
 from tests.support.same import assert_same_trees
 from tests.support.sent import planned_and_sent
+from tests.support.small_steps import captures_of
 from zerofn import optim
 
 RATE, DECAY, FREEZE, STEPS = 0.01, 0.1, 3, 9
@@ -432,3 +433,45 @@ def with_slices(sizes):
 @pytest.mark.parametrize("sizes", [{"data": 2, "tensor": 2}, {"data": 2, "context": 2}], ids=str)
 def test_stages_agree_on_other_meshes(ranks, sizes):
     ranks(4, with_slices, sizes)
+
+
+def offloaded(folder):
+    """State in host memory and on drives."""
+    drives = {"optimizer": "nvme", "path": folder}
+    for tiers in ({"optimizer": "cpu"}, drives, {**drives, "params": "nvme"}):
+        for tx in (onebit(), optim.onebit_lamb(RATE, freeze_step=FREEZE)):
+            options = {"offload": zerofn.Offload(**tiers), "precision": "bf16"}
+            for stage in (3, 0, 1):
+                state, step = started(stage, tx, **options)
+                losses, state = trained(state, zerofn.compile(step), steps=6)
+                other, step = started(stage, tx, precision="bf16")
+                wanted, other = trained(other, zerofn.compile(step), steps=6)
+                assert_same_trees(losses, wanted, f"stage {stage}, {tiers}")
+                assert_same_trees(zerofn.unshard(state).opt_state, zerofn.unshard(other).opt_state, f"stage {stage}")
+
+
+@pytest.mark.whole
+def test_offloading_changes_no_bit(ranks, tmp_path):
+    ranks(2, offloaded, str(tmp_path))
+
+
+def in_place():
+    """The new state has the old one's memory, and a step has no memory for another momentum or other errors."""
+    for stage in (0, 3):
+        state, step = started(stage, onebit(freeze_step=1))
+        run = zerofn.compile(step)
+        _, state = trained(state, run, steps=3)
+        kept = (state.params, state.opt_state.mu, state.opt_state.worker_error, state.opt_state.server_error)
+        before = [x.data_ptr() for tree in kept for x in tree.shards]
+        _, state = trained(state, run, first=3, steps=5)
+        kept = (state.params, state.opt_state.mu, state.opt_state.worker_error, state.opt_state.server_error)
+        assert [x.data_ptr() for tree in kept for x in tree.shards] == before
+        names = [n.target for n in captures_of(run)[-1].program.gm.graph.nodes]
+        ops = torch.ops.zerofn
+        assert {ops.sign_send_.default, ops.sign_sum_.default, ops.frozen_adamw_.default} <= {*names}
+        assert torch.ops.aten.copy_.default not in names
+
+
+@pytest.mark.parametrize("size", [2])
+def test_averages_and_errors_are_written_in_place(ranks, size):
+    ranks(size, in_place)

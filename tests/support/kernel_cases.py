@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from zerofn.ops import adamw, cpu, frozen_adamw, lion, renew, sgd  # noqa: F401 - the rules are declared there
+from zerofn.ops import adamw, cpu, frozen_adamw, lion, sgd  # noqa: F401 - the rules are declared there
 
 HYPER = {
     "adamw": {"b1": 0.9, "b2": 0.999, "eps": 1e-8},

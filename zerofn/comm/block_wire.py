@@ -4,10 +4,9 @@ A scale a block needs no word between ranks: it is in what a rank sends. One sca
 all ranks before the first transfer.
 
 Some of a unit travels as it is, such as norms and biases. Which blocks are coded is part of the codec's name,
-"int8.256:0-4,6-9", since it depends on the unit alone. Where scales are means, the name also says what is
-padding, "sign.2048:0-4<7000-8192": it counts in no mean, and arrives as zeros. A row, which a rank
-sends, has the blocks that are not coded, the codes of the others, and their scales; all rows of a transfer are as long
-as the longest. A transfer of a part of the unit says at which element the part begins.
+"int8.256:0-4,6-9", since it depends on the unit alone. A row, which a rank sends, has the blocks that are not coded,
+the codes of the others, and their scales; all rows of a transfer are as long as the longest. A transfer of a part of
+the unit says at which element the part begins.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ class _Part(NamedTuple):
 @dataclass(frozen=True)
 class BlockWire:
     """float32, bfloat16 or float16 as `format`, in the blocks [a, b) of a unit that `coded` names, in order. `block`:
-    elements of each. `gaps`: elements [a, b), in order, that count in no scale and arrive as zeros.
+    elements of each.
     """
 
     format: str
     block: int
     coded: Ranges
-    gaps: Ranges = ()
 
     beside = True  # rows do not lie in the memory of what becomes of them
 
@@ -66,7 +64,7 @@ class BlockWire:
             elements = shard[part.start : part.stop]
             if isinstance(part.held, Codes):
                 draws = None if key is None else Draws(key, (first + part.start) // self.block)
-                self._encode(elements, part.held, first + part.start, draws)
+                wire_codes.encode(elements, part.held, draws)
             else:
                 part.held.copy_(elements)
 
@@ -91,7 +89,6 @@ class BlockWire:
                 elements = shard[part.start : part.stop]
                 if isinstance(part.held, Codes):
                     wire_codes.decode(part.held, elements)
-                    self._clear(elements, first + part.start)
                 else:
                     elements.copy_(part.held)
 
@@ -106,27 +103,12 @@ class BlockWire:
             coded = [x for x in held if isinstance(x, Codes)]
             if coded:  # then all are
                 wire_codes.sum_(coded, elements)
-                self._clear(elements, first + each[0].start)
                 continue
             elements.copy_(held[0])
             for x in held[1:]:
                 elements.add_(x)
         if total is not out:
             out.copy_(total)
-
-    def _encode(self, elements: Tensor, into: Codes, first: int, draws: Draws | None) -> None:
-        """Encode whole blocks, which begin at element `first` of the unit."""
-        wire_codes.encode(elements, into, draws)
-        for at, filled in _filled(self.gaps, self.block, first, first + elements.numel()):
-            a, b = at - first, at - first + self.block
-            some = elements[a:b].float() * (self.block / filled)  # the mean of what is there
-            wire_codes.encode(some, into.part(a, b))
-
-    def _clear(self, elements: Tensor, first: int) -> None:
-        """Write zeros to the gaps among elements that begin at `first`."""
-        for a, b in self.gaps:
-            if a < first + elements.numel() and first < b:
-                elements[max(0, a - first) : b - first].zero_()
 
     def _parts(self, row: Tensor, size: int, dtype: torch.dtype, first: int) -> Iterator[_Part]:
         """Yield the parts of a row of `size` elements, which begin at element `first` of the unit."""
@@ -156,10 +138,6 @@ class BlockWire:
             self.decode_rows(to, self.encode_all(one[None], start), start)
         return out
 
-    def cut_by_gaps(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return the blocks among elements [first, last), each as elements [a, b), of which gaps fill a part."""
-        return [(at, at + self.block) for at, _ in _filled(self.gaps, self.block, first, last)]
-
     def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, bool]]:
         """Cut the blocks [first, last) where coded ones begin and end: (start, stop, whether they are)."""
         at = first
@@ -178,17 +156,6 @@ def _num_coded(coded: tuple[tuple[int, int], ...], first: int, last: int) -> int
     return sum(max(0, min(b, last) - max(a, first)) for a, b in coded)
 
 
-@functools.lru_cache(maxsize=4096)
-def _filled(gaps: Ranges, block: int, first: int, last: int) -> list[tuple[int, int]]:
-    """Return (the first element, how many are in no gap) of the blocks in [first, last) that gaps fill in part."""
-    found = []
-    for at in sorted({x // block * block for gap in gaps for x in (gap[0], gap[1] - 1)}):
-        left = block - sum(max(0, min(b, at + block) - max(a, at)) for a, b in gaps)
-        if first <= at < last and 0 < left < block:
-            found.append((at, left))
-    return found
-
-
 @functools.cache
 def _row_bytes(how: BlockWire, blocks: int, itemsize: int, size: int, first: int) -> int:
     """The longest row of `size` ones, of so many blocks each."""
@@ -198,9 +165,9 @@ def _row_bytes(how: BlockWire, blocks: int, itemsize: int, size: int, first: int
     return -(-longest // _ALIGNED) * _ALIGNED
 
 
-def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]], gaps: Ranges = ()) -> str:
+def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]]) -> str:
     """Return the codec of a unit of `size` elements of which `plain`, elements [start, stop) in order, travel as they
-    are: all blocks that have none of these are coded. "" where there is no such block. `gaps`: see `BlockWire`.
+    are: all blocks that have none of these are coded. "" where there is no such block.
 
     >>> name_of("fp8", 256, 2048, [(512, 800), (1000, 1010)])
     'fp8.256:0-2,4-8'
@@ -211,19 +178,13 @@ def name_of(format: str, block: int, size: int, plain: Iterable[tuple[int, int]]
         size // block,
     ]
     text = ",".join(f"{a}-{b}" for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b)
-    left_out = ",".join(f"{a}-{b}" for a, b in gaps)
-    return text and f"{format}.{block}:{text}{left_out and '<'}{left_out}"
+    return text and f"{format}.{block}:{text}"
 
 
 @functools.cache
 def block_wire(name: str) -> BlockWire:
     """Return the codec of a name that `name_of` has made."""
-    name, _, gaps = name.partition("<")
     how, _, where = name.partition(":")
     format, _, block = how.partition(".")
-    return BlockWire(format, int(block), _ranges(where), _ranges(gaps))
-
-
-def _ranges(text: str) -> Ranges:
-    ends = [x.split("-") for x in text.split(",")] if text else []
-    return tuple((int(a), int(b)) for a, b in ends)
+    ends = [x.split("-") for x in where.split(",")]
+    return BlockWire(format, int(block), tuple((int(a), int(b)) for a, b in ends))

@@ -110,11 +110,11 @@ def units_of(*trees: Any) -> Iterator[tuple[Place | None, tuple[Any, ...]]]:
 
 
 def next_momentum(
-    place: Place | None, b1: float, m: Tensor, g: Tensor, worker: Tensor, server: Tensor
+    place: Place, b1: float, m: Tensor, g: Tensor, worker: Tensor, server: Tensor, finite: Tensor | None = None
 ) -> Generator[None, None, CodedSum]:
-    """Return the momentum with one more gradient, and what codes have left out. It pauses as `coded_sum` does."""
-    if place is None:
-        return CodedSum((m + (1 - b1) * (g.to(m.dtype) - m)).to(m.dtype), worker, server)
+    """Return the momentum of a unit with one more gradient, and what codes have left out. `finite`: see `coded_sum`, as
+    which it pauses.
+    """
     found = yield from coded_sum(
         place.spec,
         place.unit,
@@ -124,8 +124,14 @@ def next_momentum(
         decay=b1,
         added=g if g.dtype in GRADIENTS else g.float(),
         by=1 - b1,
+        finite=finite,
     )
-    return CodedSum(*[x.to(was.dtype) for x, was in zip(found, (m, worker, server), strict=True)])
+    return found._replace(worker=found.worker.to(worker.dtype), server=found.server.to(server.dtype))
+
+
+def plain_momentum(b1: float, m: Tensor, g: Tensor) -> Tensor:
+    """Return the momentum with one more gradient, which is a sum already."""
+    return (m + (1 - b1) * (g.to(m.dtype) - m)).to(m.dtype)
 
 
 def is_coded(p: Any) -> bool:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops import frozen_adamw as _op  # noqa: F401  (defines zerofn::frozen_adamw)
-from ..ops.renew import renewed
-from ..sharding.coded_sums import CodedSum, staggered
+from ..sharding.coded_sums import staggered
 from . import checks
 from .adamw import adamw
 from .base import (
@@ -36,6 +34,7 @@ from .onebit import (
     initial,
     next_momentum,
     phase_at,
+    plain_momentum,
     put_back,
     units_of,
 )
@@ -148,15 +147,15 @@ class _Rule(OneBitRule):
         p, m, v, g, worker, server = columns
         if now.exact:
             v = unless_skipped(now.finite, (v + (1 - self._b2) * (g.to(v.dtype).square() - v)).to(v.dtype), v)
-        moved = yield from next_momentum(place, self._b1, m, g, worker, server)
         starts, stops, constants = runs.columns
         rates, decays = [now.base * scale for _, scale in constants], [decay for decay, _ in constants]
         how = (now.nu_count, now.lr, now.corrects, now.finite, starts, stops, rates, decays, self._b2, self._eps)
-        fresh, v = torch.ops.zerofn.frozen_adamw(p, moved.value, v, *how, None, runs.offset)
-        if now.finite is not None:
-            renew = partial(renewed, finite=now.finite, count=now.nu_count)
-            moved = CodedSum(*map(renew, (m, worker, server), moved))
-        return [fresh, moved.value, v, moved.worker, moved.server]
+        if place is None:
+            p, m = torch.ops.zerofn.frozen_adamw(p, m, v, plain_momentum(self._b1, m, g), *how)
+            return [p, m, v, worker, server]
+        found = yield from next_momentum(place, self._b1, m, g, worker, server, now.finite)
+        p, m = torch.ops.zerofn.frozen_adamw(p, m, v, found.rows, *how, found.row, found.block, found.gaps)
+        return [p, m, v, found.worker, found.server]
 
 
 class _Now(NamedTuple):

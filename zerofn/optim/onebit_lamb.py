@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,18 @@ from .base import (
     unless_skipped,
 )
 from .fused import LeafConstants
-from .onebit import OneBitRule, OneBitState, check_gradients, initial, next_momentum, phase_at, put_back, units_of
+from .onebit import (
+    OneBitRule,
+    OneBitState,
+    Place,
+    check_gradients,
+    initial,
+    next_momentum,
+    phase_at,
+    plain_momentum,
+    put_back,
+    units_of,
+)
 from .phases import EXACT
 from .scale_by_adam import AdamState, averaged_squares, check_moments, corrected, next_moments
 from .torch_optimizers import told
@@ -197,6 +209,16 @@ class _Rule(OneBitRule):
     def _moved(self, grads: Any, state: OneBitLambState) -> OneBitLambState:
         """Return the state with the next momentum."""
         trees, b1 = (state.mu, grads, state.worker_error, state.server_error), self._how.b1
-        found = staggered([next_momentum(place, b1, *columns) for place, columns in units_of(*trees)])
+        found = staggered([_unit(place, b1, *columns) for place, columns in units_of(*trees)])
         mu, worker, server = put_back((state.mu, state.worker_error, state.server_error), found)
         return replace(state, count=state.count + 1, mu=mu, worker_error=worker, server_error=server)
+
+
+def _unit(
+    place: Place | None, b1: float, m: Tensor, g: Tensor, worker: Tensor, server: Tensor
+) -> Generator[None, None, list[Tensor]]:
+    """Return the next momentum and errors of a unit."""
+    if place is None:
+        return [plain_momentum(b1, m, g), worker, server]
+    found = yield from next_momentum(place, b1, m, g, worker, server)
+    return [found.values(m.numel()).to(m.dtype), found.worker, found.server]

@@ -102,8 +102,9 @@ def _save_aux(graph: Graph, program: Program, outputs: list[Node], shared: dict[
             taken.add(memory)
 
 
-def _results(rule: Node, num: int) -> list[Node | None]:
-    """Return the node of each result of a rule."""
+def _results(rule: Node) -> list[Node | None]:
+    """Return the node of each result of a rule: first its new values, then what else it makes."""
+    num = len(rule.target._schema.returns)  # type: ignore[union-attr]
     if num == 1:
         return [rule]
     found = {x.args[1]: x for x in rule.users if x.target is operator.getitem}
@@ -230,10 +231,9 @@ def _written_by(rule: Node) -> list[_Written]:
     """Return what the in-place form of a rule writes."""
     arguments = schema_arguments(in_place_of(rule.target))  # type: ignore[arg-type]
     written = [k for k, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-    results = _results(rule, len(written))
     return [
         _Written(k, _kept_as(rule.args[k]), result, _ends_as(result) if result is not None else [])  # type: ignore[arg-type]
-        for k, result in zip(written, results, strict=True)
+        for k, result in zip(written, _results(rule), strict=False)
     ]
 
 
@@ -246,7 +246,11 @@ def _rewrite(rule: Node, written: list[_Written], returned: _Outputs) -> None:
         is_list = isinstance(arguments[each.argument].type, torch.ListType)
         args[each.argument] = each.old if is_list else each.old[0]
     with rule.graph.inserting_before(rule):
-        rule.graph.call_function(target, tuple(args), rule.kwargs)
+        made = rule.graph.call_function(target, tuple(args), rule.kwargs)
+    for more in filter(None, _results(rule)[len(written) :]):  # one, which the in-place form returns
+        made.meta["val"] = more.meta.get("val")
+        returned.replace(more, made)
+        more.replace_all_uses_with(made, lambda user: user.op != "output")
     for each in written:
         for x, memory in zip(each.new, each.old, strict=True):
             returned.replace(x, memory)

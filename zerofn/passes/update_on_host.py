@@ -64,7 +64,7 @@ def _share(program: Program, rule: Node) -> float:
         if storage.placement is not None
     )
     gradient, parts = _bytes(argument(rule, "g")), [x for parts in kept_by(rule) for x in parts]
-    size = tensor_of(argument(rule, "g")).numel()  # type: ignore[union-attr]
+    size = tensor_of(parts[0]).numel()  # type: ignore[union-attr]
     moved = sum(_bytes(x) for x in parts if _brought(x))
     on_host = gradient + 2 * sum(map(_bytes, parts))
     return share_of(placement.update, torch.device(placement.device), on_host / size, moved / size)

@@ -15,15 +15,12 @@ from collections.abc import Generator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from ..collectives.maps import ops
-from ..comm import sign_mix as _sign_mix  # noqa: F401  (defines zerofn::sign_mix)
 from ..comm.axes import AxisKind
-from ..comm.block_wire import name_of
 from ..geometry.layout import Unit
-from ..ops import leaf_axes as _ops  # noqa: F401  (defines zerofn::take_shard)
+from ..ops import sign_sums as _sign_sums  # noqa: F401  (defines zerofn::sign_send and its like)
 from .spec import Spec
 from .wire import block_in
 
@@ -32,13 +29,21 @@ BLOCK = 2048  # elements with one scale: a shard is a multiple
 
 
 class CodedSum(NamedTuple):
-    """What comes of a sum. `value`: the result, stored as a tree of parameters is. `worker` [unit size]: what this
-    rank's codes have left out. `server` [shard]: what the codes of its shard have left out.
+    """What comes of a sum. `rows`: the result as rows of signs, of `row` elements each, stored as a tree of parameters
+    is; `block`, `gaps`: see `ops.sign_rows.Signs`. `worker` [unit size]: what this rank's codes have left out. `server`
+    [shard]: what the codes of its shard have left out.
     """
 
-    value: Tensor
+    rows: Tensor
     worker: Tensor
     server: Tensor
+    row: int
+    block: int
+    gaps: tuple[int, ...]
+
+    def values(self, num: int) -> Tensor:
+        """Return the result, float32 [num]."""
+        return ops.sign_values(self.rows, num // self.row, self.row, self.block, self.gaps)
 
 
 def check_ranks(spec: Spec, what: str) -> None:
@@ -57,33 +62,44 @@ def _is_odd(kind: AxisKind) -> bool:
 
 
 def coded_sum(
-    spec: Spec, unit: Unit, before: Tensor, *, worker: Tensor, server: Tensor, decay: float, added: Tensor, by: float
+    spec: Spec,
+    unit: Unit,
+    before: Tensor,
+    *,
+    worker: Tensor,
+    server: Tensor,
+    decay: float,
+    added: Tensor,
+    by: float,
+    finite: Tensor | None,
 ) -> Generator[None, None, CodedSum]:
     """Return the next result of a unit: the sum over ranks of `decay / ranks * before + by * added` and of what was
     left out.
 
     `before`: the last result, as it is stored. `added` [unit size]: what this rank contributes. The other numbers are
-    float32. It pauses where a transfer is on its way; see `staggered`.
+    float32. `finite`: None or the finite check, a bool scalar; where it is False, what was left out stays, and there is
+    no result. It pauses where a transfer is on its way; see `staggered`.
     """
-    axis, codec, own, cut = spec.within(unit), signs_of(unit), spec.own_cut(unit), spec.num_shards(unit) > 1
-    to = (axis.size, axis.group, unit.name, codec)
+    axis, own, cut = spec.within(unit), spec.own_cut(unit), spec.num_shards(unit) > 1
+    to, block, gaps = (axis.size, axis.group, unit.name), block_of(unit), gaps_of(unit, 0, unit.size)
+    row, own_gaps = own[1] - own[0], gaps_of(unit, *own)
     if cut:
-        under_way, mine = ops.all_gather(before, *to), before
+        under_way = ops.all_gather(ops.sign_codes(before, block, own_gaps), *to)
         yield
-        whole = ops.wait(under_way)
+        last = ops.wait(under_way)
     else:
-        whole = ops.as_whole(before)
-        mine = ops.take_shard([whole], [0], *own, torch.float32)
-    sent, worker = ops.sign_mix(added, whole, worker, by, decay / axis.size, 0.0, codec)
-    under_way = ops.reduce_scatter(sent, *to)
+        last = ops.as_whole(before)
+    worker, sent = ops.sign_send(worker, added, last, finite, by, decay / axis.size, axis.size, block, gaps)
+    under_way = ops.exchange(sent, axis.size, axis.group)
     yield
+    came = ops.as_shard(ops.wait(under_way), axis.name)
     # What signs lack of the last result is zero, but behind the first step, and on other ranks than have saved it.
-    value, server = ops.sign_mix(ops.wait(under_way), mine, server, 1.0, 0.0, decay, codec, own[0])
-    if not cut:
-        under_way = ops.all_gather(value, *to)
-        yield
-        value = ops.as_shard(ops.wait(under_way))
-    return CodedSum(value, worker, server)
+    server, rows = ops.sign_sum(server, came, before, finite, decay, 0 if cut else own[0], block, own_gaps)
+    if cut:
+        return CodedSum(rows, worker, server, row, block, own_gaps)
+    under_way = ops.all_gather(rows, *to)
+    yield
+    return CodedSum(ops.as_shard(ops.wait(under_way)), worker, server, row, block, gaps)
 
 
 def staggered(units: Sequence[Generator[None, None, T]]) -> list[T]:
@@ -106,9 +122,16 @@ def staggered(units: Sequence[Generator[None, None, T]]) -> list[T]:
     return [found[k] for k in range(len(units))]
 
 
+def block_of(unit: Unit) -> int:
+    """Return how many elements of a unit have one scale."""
+    return block_in(unit.size // unit.num_shards, BLOCK)
+
+
 @lru_cache(maxsize=4096)
-def signs_of(unit: Unit) -> str:
-    """Return the codec of a unit's signs. Its padding counts in no scale: no checkpoint has it."""
+def gaps_of(unit: Unit, start: int, stop: int) -> tuple[int, ...]:
+    """Return the ends of what is padding among elements [start, stop) of a unit, counted from `start`. It counts in no
+    scale: no checkpoint has it.
+    """
     ends = [0, *(x for leaf in unit.leaves for x in (leaf.offset, leaf.stop)), unit.size]
-    gaps = tuple((a, b) for a, b in zip(ends[::2], ends[1::2], strict=True) if a < b)
-    return name_of("sign", block_in(unit.size // unit.num_shards, BLOCK), unit.size, [], gaps)
+    pairs = ((max(a, start), min(b, stop)) for a, b in zip(ends[::2], ends[1::2], strict=True))
+    return tuple(x - start for a, b in pairs if a < b for x in (a, b))

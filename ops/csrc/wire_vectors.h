@@ -1,0 +1,49 @@
+// What wire.cpp and signs.cpp share: numbers as they lie in memory, and sums of magnitudes.
+#ifndef ZEROFN_WIRE_VECTORS_H
+#define ZEROFN_WIRE_VECTORS_H
+
+#include "vectors.h"
+#include "wire.h"
+
+namespace {
+
+const zf_i64 AT_ONCE = 4 * ZF_LANES; // elements; half a block is a multiple
+
+struct Fp32 {
+    typedef zf_u32 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_float(raw(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_bits(first), zf_bits(second)}); }
+};
+struct Bf16 {
+    typedef zf_u16 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_from_bf16(widened(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_bf16(first), zf_near_bf16(second)}); }
+};
+struct Fp16 {
+    typedef zf_u16 stored;
+    ZF_FN zf_f get(const stored *x) { return zf_from_fp16(widened(x)); }
+    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
+};
+
+// The sum of the magnitudes of a block's elements, in the order that wire.h says.
+template <class Number>
+ZF_FN float sum_of(const typename Number::stored *x, zf_i64 block) {
+    zf_f sums[ZF_SUMS / ZF_LANES];
+    for (int k = 0; k < ZF_SUMS / ZF_LANES; ++k) {
+        sums[k] = zf_f{};
+        for (zf_i64 i = k * ZF_LANES; i < block; i += ZF_SUMS) {
+            soon<true>(x + i);
+            sums[k] += zf_float(zf_bits(Number::get(x + i)) & ZF_ABS);
+        }
+    }
+    for (int half = ZF_SUMS / ZF_LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
+    zf_f last = sums[0];
+    for (int half = ZF_LANES / 2; half; half /= 2)
+        for (int k = 0; k < half; ++k) last[k] += last[k + half];
+    return last[0];
+}
+
+} // namespace
+
+#endif
