@@ -150,9 +150,9 @@ def compile_plainly(ops):
     """Build the library for the plain instruction set alone, which needs no flags of a machine's."""
     compiler = kernels_on_cpu.compiler()
     flags = ["-O0", "-std=c++17", "-ffp-contract=off", "-fPIC", "-w", "-DZF_ISA=plain", "-fvisibility=hidden"]
-    sources = [str(ops / "csrc" / name) for name in ("kernels.cpp", "reductions.cpp", "signs.cpp", "wire.cpp")]
+    sources = [str(x) for x in sorted((ops / "csrc").glob("*.cpp"))]
     choose = ["-x", "c", str(ops / "csrc" / "choose.c")]
-    objects = [ops / f"{k}.o" for k in range(5)]
+    objects = [ops / f"{k}.o" for k in range(len(sources) + 1)]
     for source, to in zip([*([x] for x in sources), choose], objects, strict=True):
         c_flags = [f for f in flags if source is not choose or f != "-std=c++17"]
         subprocess.run([compiler, *c_flags, "-c", *source, "-o", to], check=True)
