@@ -27,6 +27,12 @@ def pytest_addoption(parser):
     parser.addoption("--one-of-each", action="store_true", help="of a test with several cases, run the first")
 
 
+def pytest_configure(config):
+    """Loops inside of tests have some of their cases where whole products are left out, and all if one is asked for."""
+    if "not whole" in config.option.markexpr:
+        os.environ["ZEROFN_FEW_CASES"] = "1"  # FEW of support/some.py: nothing of tests is imported yet
+
+
 def pytest_collection_modifyitems(config, items):
     """Mark what `make check` leaves to `make test`: tests on real ranks, whole programs, and the cases of large
     products that `quick` does not name; what `make test` leaves to `make test-all`: those that `part` does not; and

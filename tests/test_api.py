@@ -74,20 +74,11 @@ def test_what_all_ranks_must_call_says_so(name):
     assert "ll ranks must call it" in " ".join(getattr(zerofn, name).__doc__.split())
 
 
-def in_a_new_process(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 # Slow or large, and needed by some programs only, or later. torch's first fake tensor brings dynamo and sympy.
 HEAVY = "tensordict torch._dynamo sympy rich psutil matplotlib transformers cupy".split()
 
 
-@pytest.mark.slow
-def test_import_brings_nothing_heavy():
-    """Nor does the first use of every public name."""
-    code = f"""
+USES_ALL_NAMES = f"""
 import sys, torch
 before = set(sys.modules)
 import zerofn
@@ -96,12 +87,7 @@ for name in zerofn.__all__:
     getattr(zerofn, name)
 print(sorted(m for m in {HEAVY} if m in set(sys.modules) - before))
 """
-    assert in_a_new_process(code) == "[]\n[]"
-
-
-@pytest.mark.slow
-def test_submodules_load_when_asked_for_and_none_takes_a_public_names_place():
-    code = """
+IMPORTS_ALL_MODULES = """
 import importlib, pkgutil
 import zerofn
 assert zerofn.tree.leaves({"a": 1}) == [1] and zerofn.collectives.__name__ == "zerofn.collectives"
@@ -115,4 +101,32 @@ for package in (zerofn, zerofn.optim):  # a module is an attribute of its own pa
         importlib.import_module(found.name)
 print([n for p in (zerofn, zerofn.optim) for n in p.__all__ if type(getattr(p, n)).__name__ == "module"])
 """
-    assert in_a_new_process(code) == f"module 'zerofn' has no attribute 'shrad'\n{MODULES}"
+IN_FORKS = """
+import os, sys, torch
+for code in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(code, {})
+        break
+    assert os.wait()[1] == 0
+    print("---", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said():
+    """What two programs say in new processes, which have torch alone: one of them imports it for both."""
+    command = [sys.executable, "-c", IN_FORKS, USES_ALL_NAMES, IMPORTS_ALL_MODULES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [x.strip() for x in done.stdout.split("---\n")]
+
+
+@pytest.mark.slow
+def test_import_brings_nothing_heavy(said):
+    """Nor does the first use of every public name."""
+    assert said[0] == "[]\n[]"
+
+
+@pytest.mark.slow
+def test_submodules_load_when_asked_for_and_none_takes_a_public_names_place(said):
+    assert said[1] == f"module 'zerofn' has no attribute 'shrad'\n{MODULES}"

@@ -138,7 +138,7 @@ def plain_loss(name, size):
     return lambda *xs: sum(y.pow(3).sum() for y in gathered([x.sin() for x in xs]))
 
 
-@pytest.mark.part(size=[1, 3])
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", (1, 2, 3))
 def test_higher_orders_and_capture(ranks, size):
     names = ["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "permute", "broadcast"]
@@ -169,6 +169,7 @@ def mapped(name):
     assert torch.equal(twice, one_by_one.expand(2, *one_by_one.shape))
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", (1, 2, 3))
 def test_vmap(ranks, size):
     ranks(size, each, mapped, NAMES)

@@ -140,6 +140,7 @@ assert torch.equal(trained(TensorDict, lambda x: TensorDict(x, [4])), expected)
 """
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_tensordict_may_be_imported_after_the_first_tree():
     subprocess.run([sys.executable, "-c", TRAINS_ON_A_TENSORDICT], check=True, timeout=120)

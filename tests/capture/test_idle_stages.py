@@ -13,6 +13,8 @@ from zerofn.capture.idle_stages import warn_of_idle_stages
 from zerofn.comm.mesh import Mesh
 
 
+@pytest.mark.part(numbers=[(1,)], rank=[0])
+@pytest.mark.part(numbers=[(2, 1)])
 @pytest.mark.parametrize(
     ("numbers", "rank", "said"), [((1,), 0, True), ((1,), 1, False), ((2,), 0, False), ((2, 1), 0, False)]
 )

@@ -262,6 +262,7 @@ def test_no_value_for_each_pair_of_tokens_however_a_decoder_is_trained(options):
     assert not pairs_of_tokens(plan)
 
 
+@pytest.mark.part(given=[{"position_ids": PACKED}])
 @pytest.mark.parametrize("given", [{"attention_mask": PADDED}, {"position_ids": PACKED}], ids=lambda x: next(iter(x)))
 def test_masks_and_positions_of_the_batch_mask_as_they_do_eagerly(given):
     batch = model_batch("llama", **given)

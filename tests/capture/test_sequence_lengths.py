@@ -42,7 +42,6 @@ def batch_of(lengths):
     }
 
 
-@pytest.mark.part(options=[{"batch_first": True, "bidirectional": True, "num_layers": 2}])
 @pytest.mark.part(kind=[nn.RNN])
 @pytest.mark.parametrize(
     ("kind", "options"),

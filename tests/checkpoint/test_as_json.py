@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.some import some_of
 from zerofn.checkpoint import CheckpointError, as_json
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -16,7 +17,9 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=len(some_of(range(100), *range(30))), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(VALUES)
 def test_values_come_back_as_they_were(value):
     assert as_json.loads(as_json.dumps(value, "state"), "it") == value

@@ -83,6 +83,7 @@ def test_bits_that_differ_are_told(anywhere):
     is_there(anywhere, 7)
 
 
+@pytest.mark.part(anywhere=["objects"])
 def test_what_others_have_put_there_stays(anywhere):
     zerofn.save(anywhere, train_state(7))
     strange = locations.located(anywhere) / "notes.txt"
@@ -146,7 +147,7 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path):
     is_there(path, 8)
 
 
-@pytest.mark.part(anywhere=["objects", "s3"])
+@pytest.mark.part(anywhere=["objects"])
 def test_one_job_at_a_time(anywhere, monkeypatch):
     """A save by another process that lives is waited for; one that is silent is taken for dead."""
     monkeypatch.setattr(owner, "SILENCE", 1.0)
@@ -174,6 +175,7 @@ def test_one_job_at_a_time(anywhere, monkeypatch):
     assert not (path / folder.SAVING).exists()
 
 
+@pytest.mark.part(anywhere=["objects"])
 def test_a_sign_of_life_is_read_while_it_is_written(anywhere):
     file = locations.located(anywhere) / "saving.json"
     texts = ['{"beat": 1}\n', '{"beat": 1} \n']

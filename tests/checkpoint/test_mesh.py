@@ -276,8 +276,8 @@ def half(folder, name, sizes, stage, first):
 @pytest.mark.parametrize(
     ("name", "first", "then"),
     [
-        ("llama, 2 key heads", (4, {"tensor": 4}, 0), (2, {"data": 2}, 1)),
-        pytest.param("llama", (2, {"data": 2}, 3), (3, {"tensor": 3}, 0), marks=pytest.mark.whole),
+        pytest.param("llama, 2 key heads", (4, {"tensor": 4}, 0), (2, {"data": 2}, 1), marks=pytest.mark.whole),
+        ("llama", (2, {"data": 2}, 3), (3, {"tensor": 3}, 0)),
     ],
 )
 def test_training_goes_on_on_another_mesh_as_plain_torch(ranks, tmp_path, name, first, then):

@@ -65,6 +65,7 @@ def test_another_save_is_waited_for(tmp_path, other):
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 
+@pytest.mark.whole  # test_locations.py has a silent one that is taken for dead
 def test_a_dead_one_is_not(tmp_path, other):
     process = other(tmp_path / "a", seconds=60.0)
     process.kill()

@@ -15,6 +15,7 @@ import zerofn
 from tests.support.captured_steps import rank
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import WIDTH, batch_of, build, loss_of, state_of, step_with, train_step_of
+from tests.support.some import some_of
 from zerofn import optim, tree
 from zerofn.capture.capture import CaptureError
 
@@ -65,7 +66,8 @@ def refused(stage):
     module = build()
     state, batch = state_of(module, stage), batch_of(rank())
     before = tree.tree_map(torch.clone, (zerofn.unshard(state), batch))
-    for step, said in impure(module).items():
+    steps = list(impure(module).items())
+    for step, said in some_of(steps, *steps[::2]):
         with pytest.raises((CaptureError, RuntimeError)) as caught:
             zerofn.compile(step)(state, batch)
         assert type(caught.value) is CaptureError and said in str(caught.value), (step.__name__, str(caught.value))

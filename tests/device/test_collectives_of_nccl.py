@@ -136,6 +136,7 @@ def test_training(ranks, size, stage, precision, frozen):
             torch.testing.assert_close(tree.leaves(got), tree.leaves(expected), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.whole
 @pytest.mark.part(stage=[1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_coded_sums_are_in_rank_order(ranks, stage):

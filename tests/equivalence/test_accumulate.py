@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
+from tests.support.some import some_of
 from zerofn import optim
 from zerofn.comm.transport import SentBytes
 from zerofn.util.process import the
@@ -86,7 +87,7 @@ def _gradients(net, x, size):
 
 def with_reduce(reduce):
     want = plain(zerofn.world_size(), 4, reduce)
-    for stage in range(4):
+    for stage in some_of(range(4), 1, 3):
         found = trained(stage, 4, reduce, optim.sgd(1e-2))
         assert_same_trees(found, {k: x.detach() for k, x in want.items()}, f"stage {stage}")
 

@@ -12,6 +12,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.sent import planned_and_sent
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
+from tests.support.some import some_of
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 
@@ -158,7 +159,7 @@ def _gradients(net, x, size):
 def every_stage():
     size = zerofn.world_size()
     want = by_torch(size, code=in_bf16 if size > 1 else as_it_is)
-    for stage in range(4):
+    for stage in some_of(range(4), 0, 3):
         assert_same_trees(trained(*started(stage)), want, f"stage {stage}")
         (state, step), losses = started(stage), []
         for k in range(STEPS):
@@ -182,7 +183,7 @@ def every_stage_in_blocks(name):
     if size == 1:
         code = code_gradients = as_it_is
     want = by_torch(size, code=code, code_gradients=code_gradients)
-    for stage in range(4):
+    for stage in some_of(range(4), 1, 3):
         assert_same_trees(trained(*started(stage, wire=wire)), want, f"stage {stage}")
         state, _ = started(stage, wire=wire)
         seen = zerofn.gather(state.params)
@@ -207,7 +208,7 @@ def test_every_stage_gives_the_bits_of_torch_with_blocks_of_codes(ranks, size, n
 def with_microbatches(reduce, name):
     wire, code, code_gradients = codes_of(name)
     want = by_torch(zerofn.world_size(), 4, reduce, code, code_gradients)
-    for stage in range(4):
+    for stage in some_of(range(4), 2, 3):
         assert_same_trees(trained(*started(stage, 4, reduce=reduce, wire=wire)), want, f"stage {stage}")
 
 
@@ -236,7 +237,7 @@ def planned_elsewhere(stage, **options):
 
 
 def bytes_of_stages():
-    for stage in range(4):
+    for stage in some_of(range(4), 0, 3):
         (planned, sent), (without, sent_without) = (sent_by_a_step(stage, wire=wire) for wire in ("bf16", None))
         assert planned == sent and without == sent_without, f"stage {stage}"
         assert [planned_elsewhere(stage, wire=x) for x in ("bf16", None)] == [planned, without], f"stage {stage}"
@@ -314,7 +315,8 @@ def over_replicas(name):
     torch.optim.SGD(net.parameters(), lr=LEARNING_RATE).step()
     want = {k: p.detach() for k, p in net.named_parameters()}
     seen = dict(zip(want, code(list(want.values())), strict=True))
-    for stage, hpz in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+    ways = [(0, False), (1, False), (2, False), (3, False), (3, True)]
+    for stage, hpz in some_of(ways, (0, False), (3, True)):
         state, step = started(stage, mesh=mesh, hpz=hpz, wire=wire)
         run = zerofn.compile(step)
         place = mesh.axis("replicate").rank * 2 + mesh.axis("data").rank
@@ -336,7 +338,7 @@ def test_replicas_and_hpz(ranks, name):
 def between_nodes_alone():
     """Along `replicate` in 8 bits, along `data` as it is: gradients twice, and with hpZ the copies of parameters."""
     mesh = zerofn.Mesh.make(replicate=2, data=2)
-    for hpz in (False, True):
+    for hpz in some_of((False, True), True):
         sent = {}
         for wire in (None, {"replicate": INT8}, {"data": INT8}, INT8):
             state, step = started(3, mesh=mesh, hpz=hpz, tx=optim.adamw(1e-2), wire=wire)
@@ -381,7 +383,7 @@ def beside_half_precision():
     """Gradients of a model in bfloat16 are numbers of bfloat16: where they are sent as such, not a bit changes."""
     module = build(3)
     batch = {k: x.bfloat16() for k, x in batch_of(zerofn.rank()).items()}
-    for stage in range(4):
+    for stage in some_of(range(4), 0, 2):
         found, sent = [], []
         for wire in ("bf16", None):
             state, step = state_of(module, stage, precision="bf16", wire=wire), zerofn.compile(train_step_of(module))
@@ -401,12 +403,8 @@ def offloaded(folder, name):
     wire = BLOCKS.get(name, name)
     want = trained(*started(3, tx=optim.adamw(1e-2), wire=wire))
     drives = {"optimizer": "nvme", "path": folder}
-    for stage, tiers in (
-        (3, drives),
-        (3, {**drives, "params": "nvme"}),
-        (0, {**drives, "params": "nvme"}),
-        (1, drives),
-    ):
+    both = {**drives, "params": "nvme"}
+    for stage, tiers in some_of([(3, drives), (3, both), (0, both), (1, drives)], (3, both), (1, drives)):
         found = trained(*started(stage, tx=optim.adamw(1e-2), offload=zerofn.Offload(**tiers), wire=wire))
         assert_same_trees(found, want, f"stage {stage}, {tiers}")
 
@@ -432,7 +430,7 @@ def second_derivatives(name):
     at, direction = (dict(zip(xs, code(list(xs.values())), strict=True)) for xs in (params, along))
     each = [code_gradients(list(product(dict, rank, at, direction).values())) for rank in range(size)]
     want = {k: _sum(x) / size for k, x in zip(params, zip(*each, strict=True), strict=True)}
-    for stage in range(4):
+    for stage in some_of(range(4), 1, 3):
         state = zerofn.shard({"params": params, "along": along}, stage=stage, wire=wire)
         found = product(zerofn.gather, zerofn.rank(), state["params"], state["along"])
         assert_same_trees(zerofn.unshard(found), want, f"stage {stage}")

@@ -129,6 +129,7 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path, kind):
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
+@pytest.mark.whole
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     first = ours(tmp_path / "cut", adapted(), **SAVING)
     peft.PeftModel.from_pretrained(base(), tmp_path / "cut" / "checkpoint-2")

@@ -196,6 +196,8 @@ def raised(run):
     return "\n".join([str(error.value), *error.value.__notes__])
 
 
+@pytest.mark.part(kind=[Moco])
+@pytest.mark.part(learns=[True])
 @pytest.mark.parametrize("kind, learns", [(Moco, False), (Foreach, False), (Copied, False), (Copied, True)])
 def test_a_write_to_a_parameter_is_a_sentence_with_its_line(tmp_path, kind, learns):
     words = raised(lambda: moco_losses(tmp_path, Ours, kind(learns)))

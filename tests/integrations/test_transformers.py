@@ -257,6 +257,7 @@ def test_float16_is_autocast_with_a_gradient_scaler(tmp_path):
     assert float(trainer.sharded.loss_scale.loss_scale) == scaler.get_scale()
 
 
+@pytest.mark.whole
 def test_in_half_precision_losses_are_float32(tmp_path):
     """T5 gives its own loss bfloat16 logits; GPT-2 and Llama make them float32 first."""
     t5 = t5_config(50)
@@ -435,6 +436,7 @@ def looking_on_ranks(folder, case, own):
     np.testing.assert_allclose(mine, plain, rtol=1e-6)
 
 
+@pytest.mark.whole  # test_ranks_whose_rows_differ_in_length_or_rates
 @pytest.mark.part(case=["left"])
 @pytest.mark.parametrize(("case", "own"), [("left", {}), ("right", {"pad_to_multiple_of": 1})])
 def test_ranks_whose_padding_counts_train_as_under_ddp(ranks, tmp_path, case, own):
@@ -595,6 +597,7 @@ def short_groups(folder, case, rank_rows=4):
     return found
 
 
+@pytest.mark.whole
 @pytest.mark.part(case=["tokens"])
 @pytest.mark.parametrize("case", ["tokens", "means"])
 def test_a_short_last_group_of_a_stream_is_added_to_the_next_epochs_first(tmp_path, case):

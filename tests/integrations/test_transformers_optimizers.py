@@ -185,6 +185,7 @@ class WithCallback(ours.Trainer):
         super().__init__(*args, callbacks=[Scale()], **kwargs)
 
 
+@pytest.mark.part(kind=[Clip, WithCallback, NoStep, OwnOptimizer, UsedOptimizer])
 @pytest.mark.parametrize(
     "kind, sentence",
     [

@@ -88,6 +88,7 @@ print("sum", collectives.all_reduce(torch.ones(1)).item(), flush=True)
 """
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @pytest.mark.part(launcher=["srun"])
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])

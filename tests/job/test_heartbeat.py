@@ -83,6 +83,7 @@ def test_what_rank_0_said_is_heard_though_the_store_ends_with_it(how):
     assert "another rank failed. rank 0: ValueError: shard 17 of the data is unreadable" in second
 
 
+@pytest.mark.whole  # test_pipelines.py ends rank 0, too, beside the store
 def test_rank_0_that_is_killed():
     _, second = run("killed")
     assert "stopped, because another rank has ended" in second

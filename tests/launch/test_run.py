@@ -28,10 +28,10 @@ def test_a_function_of_a_test_trains_on_ranks_and_leaves_nothing(tmp_path, monke
             return state.apply_gradients(grads), {"loss": loss}
 
         state = zerofn.TrainState.create(params={"w": torch.ones(4, 3)}, tx=optim.adamw(0.1))
-        state, compiled = zerofn.shard(state, stage=stage), zerofn.compile(step)
+        state = zerofn.shard(state, stage=stage)
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         for _ in range(steps):
-            state, aux = compiled(state, x.chunk(size)[rank].clone())
+            state, aux = step(state, x.chunk(size)[rank].clone())
         return {"w": zerofn.unshard(state.params)["w"], "loss": float(aux["loss"]), "ranks": size}
 
     found, plain = zerofn.run(train, 3, ranks=2, steps=3), train(0, 3)
@@ -80,6 +80,7 @@ def test_an_error_whose_class_cannot_travel_is_a_sentence():
         zerofn.run(fails, ranks=1)
 
 
+@pytest.mark.whole
 def test_a_rank_that_is_killed_is_named():
     def killed():
         zerofn.collectives.all_reduce(torch.ones(2))

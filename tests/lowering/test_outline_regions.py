@@ -28,7 +28,7 @@ WAYS = {
 
 
 @pytest.mark.part(way=["alone"], name=["mixtral", "resnet"])
-@pytest.mark.part(name=["llama"], way=["recomputed", "microbatches"])
+@pytest.mark.part(name=["llama"], way=["recomputed"])
 @pytest.mark.parametrize(
     "name, way",
     [
@@ -58,6 +58,7 @@ def on_ranks(name, stages):
     return found
 
 
+@pytest.mark.whole  # test_conv_regions.py has another model
 @pytest.mark.part(stages=[(0, 3)])
 @pytest.mark.parametrize(("name", "stages"), [("llama", (0, 3)), ("llama", (0, 1, 2)), ("gpt2", (0, 1, 2, 3))])
 def test_regions_are_the_same_at_every_stage(ranks, name, stages):

@@ -61,6 +61,7 @@ WAYS = {
 }
 
 
+@pytest.mark.whole
 @pytest.mark.part(name=["blocks"], way=["alone"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["blocks", "llama", "gpt2", "t5"])

@@ -173,6 +173,7 @@ def interrupt_after_steps(ranks, number):
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
+@pytest.mark.whole
 def test_an_interrupt_stops_all_ranks_before_the_same_step(two):
     two.run(TRAIN)
     threading.Thread(target=interrupt_after_steps, args=(two.pool, 3)).start()

@@ -76,6 +76,7 @@ def test_what_goes_to_another_place_has_the_bits_of_memory(tmp_path, change, on_
     the_bits_of_memory(tmp_path, change, on_nonfinite, precision)
 
 
+@pytest.mark.whole
 @pytest.mark.part(change=[kept])
 @pytest.mark.parametrize("change", [kept, again])
 def test_moved_values_on_two_ranks_have_the_bits_of_memory(ranks, tmp_path, change):

@@ -352,6 +352,7 @@ def checkpoints(path, tiers):
         assert_same_trees(zerofn.unshard(state), zerofn.unshard(expected), f"{tiers}, way {k}")
 
 
+@pytest.mark.whole
 @pytest.mark.part(num_ranks=[2], tiers=TIERS[1:2])
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("num_ranks", [1, 2])

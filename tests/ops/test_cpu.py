@@ -324,6 +324,7 @@ def test_without_the_library_torch_does_it():
         assert here.getvalue().splitlines()[1].split(" ", 1)[1] == rest
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 @needs_library
 def test_an_isa_that_is_not_there_is_refused():
@@ -331,6 +332,7 @@ def test_an_isa_that_is_not_there_is_refused():
     assert "ZEROFN_ISA is 'z80', and this machine has" in error
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_thread_updates_after_the_main_thread_has_ended():
     """Python's executors refuse work by then."""

@@ -56,7 +56,7 @@ def on_ranks(shape, causal, method):
         return derivatives(attend, q, k, v)
 
 
-@pytest.mark.part(num_ranks=[3])
+@pytest.mark.part(num_ranks=[3], shape=SHAPES[1:])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -12,6 +12,7 @@ import zerofn
 from benchmarks.mesh.float64_models import SMALL, build
 from benchmarks.mesh.training import assert_same_training, plain, trained
 from tests.support.small_steps import step_with
+from tests.support.some import some_of
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import context, split_sequence
@@ -31,8 +32,8 @@ CASES = [
     pytest.param("llama", 2, {"data": 2, "context": 1}, 2, "ring", marks=pytest.mark.whole),
     pytest.param("bert", 2, {"context": 2}, 3, "ulysses", marks=pytest.mark.whole),
     pytest.param("roberta", 2, {"context": 2}, 3, "ring", marks=pytest.mark.whole),  # not causal: test_attention.py
-    ("mistral", 3, {"context": 3}, 3, "ulysses"),
-    pytest.param("gemma3", 2, {"context": 2}, 1, "ulysses", marks=pytest.mark.whole),
+    pytest.param("mistral", 3, {"context": 3}, 3, "ulysses", marks=pytest.mark.whole),
+    ("gemma3", 2, {"context": 2}, 1, "ulysses"),
     pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
     pytest.param(
         "llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses", marks=pytest.mark.whole
@@ -45,6 +46,7 @@ def test_models_are_those_of_plain_torch(ranks, name, num_ranks, sizes, stage, m
     assert_same_training(ranks(num_ranks, trained, name, sizes, stage, True, method), plain(name))
 
 
+@pytest.mark.whole  # test_tensor_parallel.py compares them, too
 def test_eager_steps_have_the_bits_of_captured_ones(ranks):
     eager, captured = (ranks(2, trained, "llama", {"context": 2}, 3, x) for x in (False, True))
     assert_same_training(captured, plain("llama"))
@@ -129,7 +131,7 @@ def refusals():
         (lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4}, mesh), "do not count from 0"),
         (lambda: split_sequence({**batch, "weight": torch.ones(3)}, mesh), r"'weight' is \[3\]"),
     ]
-    for call, message in bad:
+    for call, message in some_of(bad, *bad[:2], *bad[4:7], *bad[11:]):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call()
     model = build("llama")

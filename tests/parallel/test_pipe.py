@@ -98,6 +98,7 @@ def test_stages_may_be_named():
     assert cuts["model.layers.1.mlp.down_proj.weight"][0].stages == (1,)
 
 
+@pytest.mark.part(num_ranks=[2])
 @pytest.mark.parametrize(
     ("num_ranks", "options", "sentence"),
     [
@@ -144,6 +145,7 @@ def another_placement():
         chosen("gpipe")
 
 
+@pytest.mark.whole
 def test_a_schedule_of_another_placement_is_refused(ranks):
     ranks(2, another_placement)
     with pytest.raises(ValueError, match="compile: schedule='1f1' is not known; did you mean '1f1b'"):

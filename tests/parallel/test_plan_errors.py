@@ -178,6 +178,7 @@ def apertus():
     return transformers.ApertusForCausalLM(transformers.ApertusConfig(**APERTUS))
 
 
+@pytest.mark.whole  # test_check_plan.py names it, too
 def test_a_parameter_between_layers_that_are_cut_is_named_with_its_word():
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     word = "'model.layers.*.mlp.act_fn': 'replicated_with_grad_allreduce'"

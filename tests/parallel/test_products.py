@@ -54,6 +54,7 @@ def with_microbatches(sizes, method):
     return trained("llama", sizes, 2, method=method, num_microbatches=3)
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
 def test_microbatches_are_the_whole_batch(ranks, sizes, method):
     assert_same_training(ranks(2, with_microbatches, sizes, method), plain("llama"))
@@ -63,6 +64,7 @@ def in_halves(sizes, method):
     return trained("llama", sizes, 2, method=method, shards={"precision": "bf16"})[0]
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("sizes", "method"), MESHES, ids=str)
 def test_losses_in_16_bits_are_near(ranks, sizes, method):
     losses, _ = plain("llama")

@@ -31,7 +31,7 @@ CASES = [
     pytest.param("llama4", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),
     pytest.param("gpt2", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),
     pytest.param("gpt2", 3, {"tensor": 3}, 2, marks=pytest.mark.whole),
-    ("t5", 2, {"tensor": 2}, 3),
+    pytest.param("t5", 2, {"tensor": 2}, 3, marks=pytest.mark.whole),
     pytest.param("t5", 3, {"tensor": 3}, 1, marks=pytest.mark.whole),
     pytest.param("bert", 2, {"tensor": 2}, 2, marks=pytest.mark.whole),
 ]

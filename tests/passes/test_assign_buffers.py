@@ -228,6 +228,7 @@ def only_planned():
     return [plan.memory().static_buffers > 0 for plan in plans], made
 
 
+@pytest.mark.whole
 def test_plans_allocate_nothing(ranks):
     assert ranks(2, only_planned) == [([True, True], False)] * 2
 

@@ -106,7 +106,7 @@ def of_kind(kind, schedule):
     ("kind", "schedule"),
     [
         ("layers without gradients", "zbv"),
-        ("on drives", "1f1b"),
+        pytest.param("on drives", "1f1b", marks=whole),
         *(pytest.param(kind, schedule, marks=whole) for kind, schedule in zip(
             [*KINDS][2:], ["zbv", "zb-h1", "interleaved", "1f1b", "zb-h1", "zbv"], strict=True
         )),

@@ -18,6 +18,7 @@ from tests.support.small_steps import (
     train_step_of,
     trained,
 )
+from tests.support.some import some_of
 from zerofn import Offload, optim
 from zerofn.comm.transport import SentBytes
 from zerofn.cost.op_cost import READ, SENT, moved, traffic
@@ -99,7 +100,8 @@ def counted(memory):
 
 
 def with_ample_memory(path):
-    for options in ({}, {"precision": "bf16"}, {"offload": Offload(params="nvme", path=path)}):
+    drives = {"offload": Offload(params="nvme", path=path)}
+    for options in some_of(({}, {"precision": "bf16"}, drives), {"precision": "bf16"}):
         (tight, expected), (roomy, found) = (
             trained(4, 6, optim.adamw(1e-2), 2, num_microbatches=3, memory=memory, **options)
             for memory in (None, "1GB")

@@ -255,6 +255,7 @@ def least():
     return int(re.search(r"that it takes is ([\d,]+)", str(error.value))[1].replace(",", ""))
 
 
+@pytest.mark.whole
 def test_what_layers_begin_with_can_be_away_too(monkeypatch):
     low = least()
     plan, (choice,) = planned(within(low))

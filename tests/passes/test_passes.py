@@ -7,6 +7,7 @@ import torch
 
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, captured, fake_ranks, ops, scheduled, state_of, train_step_of
+from tests.support.some import some_of
 from zerofn.capture.capture import capture
 from zerofn.graph.nested import calls, graphs_of
 from zerofn.graph.node_kinds import is_gather, is_scatter
@@ -103,7 +104,7 @@ def test_the_graph_after_each_pass_is_written_down(tmp_path, monkeypatch):
 
 def test_stages_compute_the_same_sums(ranks):
     """What is sent differs, what comes out does not."""
-    first, *others = [ranks(2, _three_steps, stage) for stage in range(4)]
+    first, *others = [ranks(2, _three_steps, stage) for stage in some_of(range(4), 0, 1, 3)]
     for other in others:
         for ours, theirs in zip(other, first, strict=True):
             assert_same_trees(ours, theirs)

@@ -17,6 +17,7 @@ from tests.support.small_steps import (
     state_of,
     train_step_of,
 )
+from tests.support.some import some_of
 from zerofn.comm.mesh import Mesh
 from zerofn.graph.alias import positions, writes
 from zerofn.graph.node_kinds import argument, is_gather, wait_of
@@ -111,7 +112,7 @@ def test_what_is_reduced_across_replicas_starts_as_soon_as_it_is_reduced_within(
 def bit_equal():
     module = build(6)
     batch = batch_of(torch.distributed.get_rank())
-    for stage in range(4):
+    for stage in some_of(range(4), 1, 3):
         state, step = state_of(module, stage), train_step_of(module)
         before = results(captured(step, state, batch), state, batch)
         after = results(captured(step, state, batch, canonicalize, raise_reduce_scatters), state, batch)

@@ -21,6 +21,7 @@ from tests.support.small_steps import (
     state_of,
     train_step_of,
 )
+from tests.support.some import some_of
 from zerofn import optim, tree
 from zerofn.graph.alias import positions
 from zerofn.job.in_flight import pending
@@ -45,9 +46,11 @@ def norms_and_params(stage, tx, precision):
 
 
 def same_at_every_stage(rule, precision):
-    first, *others = [norms_and_params(stage, getattr(optim, rule)(1e-2), precision) for stage in range(4)]
-    for stage, other in enumerate(others, 1):
-        assert_same_trees(other, first, f"{rule}, {precision=}, stage {stage} beside stage 0")
+    first, *others = [
+        norms_and_params(stage, getattr(optim, rule)(1e-2), precision) for stage in some_of(range(4), 1, 3)
+    ]
+    for other in others:
+        assert_same_trees(other, first, f"{rule}, {precision=}")
 
 
 @pytest.mark.part(precision=["bf16"], rule=["lamb"])

@@ -456,6 +456,7 @@ def test_the_fastest_mesh_that_fits_is_named():
     assert json.loads(json.dumps(table.json()))["left_out"] == table.left_out
 
 
+@pytest.mark.whole
 def test_slow_links_between_nodes_keep_gathers_within_one():
     """Stage 3 gathers all parameters twice a step; replicas send a shard's gradient between nodes, and that once."""
     rows = {row.config.grid: row for row in auto(dataclasses.replace(HERE, nodes=2, network=1e6), stage=3)}
@@ -491,6 +492,7 @@ def with_dropout(mesh):
     return train_step_of(build(12, dropout=0.1)), None
 
 
+@pytest.mark.whole
 def test_a_step_is_captured_once_for_all_ways_to_recompute():
     """As if each were planned alone."""
     mesh = Mesh.planned({"replicate": 1, "data": 2, "tensor": 1})

@@ -147,6 +147,7 @@ def test_a_plan_says_what_each_time_to_reduce_gradients_costs():
     assert peaks["round"] <= peaks["step"] + 2 * half  # six rounds are no six sums
 
 
+@pytest.mark.whole
 def test_a_step_without_cuts_gets_those_of_pipe():
     """With the microbatches that it has, and the balance and schedule that they ask for."""
     (own,) = planned({"pipe": 2}, given=False)

@@ -69,6 +69,7 @@ def test_a_step_with_codes_is_compared_with_one_without():
     assert both.form == "int4 and fp8" and both.most > coded.most
 
 
+@pytest.mark.whole
 def test_between_nodes_it_is_their_links():
     found = planned(world=8).break_even
     gain = lambda rate: seconds(None, rate, True, world=8) / seconds("int8", rate, True, world=8)  # noqa: E731

@@ -97,6 +97,8 @@ def come_back(folder, stage, hosts, lost, sizes=None):
         assert not list(replicas.MEMORY.iterdir()) and not list((folder / "run").glob("*"))
 
 
+@pytest.mark.part(hosts=["aab"])
+@pytest.mark.part(hosts=["ab"], stage=[1])
 @pytest.mark.parametrize(
     "hosts, stage, lost",
     [
@@ -113,6 +115,7 @@ def test_a_machine_that_is_lost(ranks, tmp_path, hosts, stage, lost):
     ranks(len(hosts), come_back, tmp_path, stage, hosts, lost)
 
 
+@pytest.mark.part(sizes=[{"replicate": 2}])
 @pytest.mark.parametrize(
     "hosts, sizes, lost",
     [
@@ -187,6 +190,7 @@ def cut_manifests(folder, _):
     agree("cut", "")
 
 
+@pytest.mark.part(harm=[lose_two])
 @pytest.mark.parametrize("hosts, harm", [("abc", lose_two), ("ab", flip_all), ("ab", cut_manifests)])
 def test_copies_that_are_lost_or_damaged_are_passed_over(ranks, tmp_path, hosts, harm):
     ranks(len(hosts), falls_back, tmp_path, hosts, harm)

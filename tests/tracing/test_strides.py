@@ -227,6 +227,7 @@ def _normalized_rows(params, batch):
     return F.batch_norm(batch["x"].transpose(1, 2), None, None, scale, shift, training=True).square().mean()
 
 
+@pytest.mark.part(loss_fn=[_linear_attention, _normalized_rows])
 @pytest.mark.parametrize("loss_fn", [_linear_attention, _log_of_a_product, _normalized_images, _normalized_rows])
 def test_a_compiled_step_reads_the_elements_that_plain_torch_reads(loss_fn):
     draw = torch.Generator().manual_seed(0)

@@ -51,6 +51,7 @@ LATE = {"tau": 2, "fragments": 3, "mix": 0.25}
 WARM = {"tau": 1, "after": 2}
 
 
+@pytest.mark.part(sizes=[{"replicate": 2}, {"replicate": 2, "data": 2}])
 @pytest.mark.parametrize(
     ("sizes", "cases"),
     [
@@ -95,6 +96,7 @@ def restarted(sizes, path, options, at):
     return torch.stack(after), seen(state), torch.stack(losses), seen(again)
 
 
+@pytest.mark.part(options=[LATE])
 @pytest.mark.parametrize(
     ("options", "at"), [(PLAIN, 4), (LATE, 4), (WARM, 1)], ids=["plain", "late", "before replicas train apart"]
 )
@@ -164,6 +166,7 @@ def loaded(sizes, path):
     return values
 
 
+@pytest.mark.part(sizes=[{"replicate": 1, "data": 2}])
 @pytest.mark.parametrize("sizes", [{"replicate": 1, "data": 2}, {"replicate": 3}], ids=str)
 def test_other_numbers_of_replicas_and_ranks_go_on_from_the_entries_that_there_are(ranks, tmp_path, sizes):
     num_ranks, path = torch.tensor(list(sizes.values())).prod().item(), tmp_path / "state"

@@ -390,6 +390,8 @@ def statistics_over_a_skipped_step(stage, order, compiled, on_nonfinite):
     return found
 
 
+@pytest.mark.part(stage=[3], order=["before", "with"])
+@pytest.mark.part(stage=[0], order=["after"], compiled=[True])
 @pytest.mark.parametrize("order", ["before", "after", "with"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("stage", [None, 0, 3])

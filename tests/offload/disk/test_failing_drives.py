@@ -277,6 +277,7 @@ def program(text, folder, *before):
                             env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_killed_process_leaves_nothing(tmp_path):
     writing = """
@@ -303,6 +304,7 @@ def test_a_process_ends_with_requests_under_way(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_a_forked_process_is_told_and_leaves_the_store_alone(tmp_path):
     forking = """

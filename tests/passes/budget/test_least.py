@@ -47,7 +47,7 @@ def least(lowered, budget):
     return int(re.findall(r"[\d,]{4,}", str(error.value))[-1].replace(",", ""))
 
 
-@pytest.mark.parametrize("num_models", [3, pytest.param(10, marks=pytest.mark.whole)])
+@pytest.mark.parametrize("num_models", [2, pytest.param(10, marks=pytest.mark.whole)])
 def test_what_is_named_works_and_a_page_less_does_not(num_models):
     @settings(max_examples=num_models, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
