@@ -80,6 +80,14 @@ def test_layouts_say_what_they_are():
     found = sparse.layout(sparse.sliding_window(64) & sparse.causal, 256)
     assert repr(found) == "Layout of 256 queries and 256 keys, all heads: 7 of 16 tiles of 64, 43.8 % of the pairs"
     assert found.share == 7 / 16
+    assert found._repr_html_().count("<rect") == 4  # a row's two tiles of the same shade are one
+
+
+def test_pictures_show_heads_and_join_tiles():
+    apart = sparse.pattern(lambda head, query, key: key <= query - head * 40)
+    html = sparse.layout(apart, 64 * 66, heads=2)._repr_html_()
+    assert html.count("<svg") == 2 and 'aria-label="head 1"' in html
+    assert len(html) < 40_000
 
 
 def test_what_is_no_pattern_is_refused():

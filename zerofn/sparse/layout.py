@@ -8,9 +8,12 @@ import torch
 from torch import Tensor
 
 from ..util.arguments import checked
+from ..util.html import preformatted
 from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
+from .picture import svg
 
 WORD = 64  # queries of a word of bits
+_PICTURES = 8  # heads of a layout that a notebook shows
 _AT_ONCE = 1 << 20  # pairs of tokens that a pattern is asked about together
 
 
@@ -45,6 +48,11 @@ class Layout:
             f"Layout of {queries} queries and {keys} keys, {whose}: {tiles} of {self.status.numel()} tiles of "
             f"{self.tile}, {100 * self.share:.1f} % of the pairs"
         )
+
+    def _repr_html_(self) -> str:
+        heads = range(min(_PICTURES, len(self.status)))
+        names = ["all heads"] if self.sizes.heads == 1 else [f"head {head}" for head in heads]
+        return preformatted(repr(self)) + "".join(map(svg, self.status, names))
 
 
 @checked()
