@@ -90,6 +90,7 @@ def transposed(name):
     return x.detach(), g, y.detach(), by_autograd
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", SIZES)
 def test_transposes(ranks, size):
     """<map(x), g> = <x, transpose(g)>, summed over ranks."""

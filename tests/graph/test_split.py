@@ -146,7 +146,6 @@ def assert_steps_are_the_same(name, places, **options):
         assert ours == peak
 
 
-@pytest.mark.part(name=["layers"])
 @pytest.mark.part(options=[{"remat": "full"}])
 @pytest.mark.parametrize(
     ("name", "options"), [("odd", {}), ("odd", {"remat": "full"}), ("layers", {"precision": "fp16"})]

@@ -146,8 +146,6 @@ def checkpointed(path, first, second):
 
 
 @pytest.mark.part(second=["8bit"])
-@pytest.mark.part(first=["bf16"])
-@pytest.mark.part(first=["fp8"], second=[None])
 @pytest.mark.parametrize(
     ("first", "second", "error"),
     [

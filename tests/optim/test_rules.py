@@ -196,6 +196,21 @@ def test_a_schedule_gives_the_bits_of_rates_set_by_hand():
     assert ours.learning_rate.item() == schedule(trees.STEPS)
 
 
+SOME = [
+    "sgd, schedule",
+    "adamw",
+    "lion",
+    "lamb",
+    "chain",
+    "rmsprop, centered",
+    "adagrad",
+    "nadamw",
+    "radam",
+    "adafactor",
+]
+
+
+@pytest.mark.part(name=SOME)
 @pytest.mark.parametrize("name", OPTAX)
 def test_rules_are_those_of_optax(name):
     tx, other = OPTAX[name]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
+from tests.support.some import some_of
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 from zerofn.geometry.cuts import equal
@@ -102,6 +103,7 @@ def trained(names, sizes, stage, captured):
 )
 def test_rules_are_those_of_whole_leaves(ranks, num_ranks, sizes, stage, captured):
     names = list(RULES) if (num_ranks, stage) == (4, 1) else [x for x in RULES if "," not in x]
+    names = some_of(names, "adafactor", "muon", "clip of columns", "by size")
     expected = {name: plain(name) for name in names}
     for found in ranks(num_ranks, trained, names, sizes, stage, captured):
         for name, params in expected.items():

@@ -28,6 +28,7 @@ def told(equal, evaluating):
     return [x for x in found if "have the same batch" in x]
 
 
+@pytest.mark.part(equal=[True])
 @pytest.mark.parametrize(("equal", "evaluating"), [(True, False), (False, False), (True, True)])
 def test_equal_batches_are_told_by_the_first_rank(ranks, equal, evaluating):
     first, *others = ranks(3, told, equal, evaluating)

@@ -76,6 +76,7 @@ def transposes(stage):
     return inner(gather(v), g) / size, inner(v, s) / share, unshard(s), g
 
 
+@pytest.mark.part(size=[3])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", STAGES)
 def test_inner_products(ranks, size, stage):
