@@ -198,7 +198,8 @@ PEERS: dict[int, dict[str, Builder]] = {
 }
 ZEROFN: dict[int, dict[str, Builder]] = {
     2: {f"ZeroFn, {name}": zerofn_in(name) for name in ("1f1b", "interleaved", "zbv", "auto")}
-    | {f"ZeroFn, {name}, compiled": zerofn_in(name, backend="inductor") for name in ("1f1b", "auto")},
+    | {f"ZeroFn, {name}, compiled": zerofn_in(name, backend="inductor") for name in ("1f1b", "auto")}
+    | {"ZeroFn, 1f1b, compiled, in 280 MB": zerofn_in("1f1b", backend="inductor", memory="280MB")},
     4: {
         "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
         "ZeroFn, 1f1b x stage 3, units kept": zerofn_in("1f1b", 2, **KEPT),

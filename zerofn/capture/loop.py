@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from .. import tree
 from .._torch_compat import (
     TorchDispatchMode,
     bind_outputs,
+    bound_node,
     current_trace,
-    lower_modes,
     outside_trace,
     proxies_of,
     trace_inner,
@@ -92,45 +91,49 @@ class _Mode(TorchDispatchMode):
         return True
 
 
-class _RecordReads(_Mode):
-    """Records in `found` the tensors from outside: those that operations read, neither `inputs` nor made inside."""
+class _OwnInputs(_Mode):
+    """Gives the body an input of its own for each tensor of the outer trace that it closes over, at its first use."""
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self, outer: Any, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self.made = {id(x): x for x in inputs}
-        self.found: dict[int, Tensor] = {}
+        trace = current_trace()
+        assert trace is not None
+        self.closed: list[Tensor] = []
+        self._outer, self._tracer = outer, trace.tracer
+        self._last = bound_node(self._tracer, inputs[-1])
+        self._seen: dict[int, tuple[Tensor, Tensor]] = {}  # id -> what has it, kept alive, and what stands for it
+        self._made(inputs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for x in tensors_in((args, kwargs)):
-            if id(x) not in self.made:
-                self.found[id(x)] = x
-        out = func(*args, **(kwargs or {}))
-        for x in tensors_in(out):
-            if id(x) not in self.found:
-                self.made[id(x)] = x  # kept alive, so that no other tensor gets its id
+        out = func(*with_tensors(args, self._own), **with_tensors(kwargs or {}, self._own))
+        self._made(tensors_in(out))
         return out
 
+    def _made(self, tensors: Iterable[Tensor]) -> None:
+        for x in tensors:
+            self._seen.setdefault(id(x), (x, x))
 
-class _ReplaceTensors(_Mode):
-    """Replaces the tensors that the body closes over by the body's own inputs. `pairs`: id -> input."""
+    def _own(self, x: Tensor) -> Tensor:
+        found = self._seen.get(id(x))
+        if found is None:
+            found = self._seen[id(x)] = x, self._input(x) if _is_traced(self._outer, x) else x
+        return found[1]
 
-    def __init__(self, pairs: dict[int, Tensor]) -> None:
-        super().__init__()
-        self.pairs = pairs
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def replace(x: Tensor) -> Tensor:
-            return self.pairs.get(id(x), x)
-
-        return func(*with_tensors(args, replace), **with_tensors(kwargs or {}, replace))
+    def _input(self, x: Tensor) -> Tensor:
+        graph = self._tracer.graph
+        with outside_trace():
+            own = _empty_like(x)
+        with graph.inserting_after(self._last):
+            proxy = self._tracer.create_proxy("placeholder", "closed", (), {})
+        self._last = proxy.node
+        self._last.target = self._last.name  # of an argument, as it stands in a graph's code
+        self.closed.append(x)
+        bind_outputs(own, proxy, constant=None, tracer=self._tracer)
+        return own
 
 
 def _captured(body: _Flat, n: int, sequences: list[Tensor], parts: Parts) -> tuple[list[Tensor], list[Any], Any]:
-    """Capture the loop as one node.
-
-    A first run of the body finds the tensors that it closes over; a second one records its graph, with inputs in
-    their place. Neither may find weights that were cast elsewhere.
-    """
+    """Capture the loop as one node. Its body may not find weights that were cast elsewhere."""
     trace = current_trace()
     assert trace is not None
     casts_once = torch.is_autocast_cache_enabled()
@@ -138,33 +141,25 @@ def _captured(body: _Flat, n: int, sequences: list[Tensor], parts: Parts) -> tup
     with outside_trace(), without_names_of_calls():  # dynamo gets on with one such mode: the body's
         index = torch.zeros((), dtype=torch.int64)
         slices = [_empty_like(s[0]) for s in sequences]
-        outside = _RecordReads([index, *slices])
-        with outside, _own_sizes():
-            terms, row, static = _detached(*body(index, slices))
-        closed = [x for x in outside.found.values() if _is_traced(trace, x)]
+        closed: list[Tensor] = []
+        made: tuple[list[Tensor], list[Any], Any] = [], [], None
+
+        def flat(*inputs: Tensor) -> list[Any]:
+            nonlocal closed, made
+            with _OwnInputs(trace, inputs) as own, autocast_cache(casts_once):
+                made = _detached(*body(inputs[0], list(inputs[1:])))
+            closed = own.closed
+            return [*made[0], *(x for x in made[1] if isinstance(x, Tensor))]
+
+        gm = trace_inner(flat)(index, *slices)
+        torch.clear_autocast_cache()
+        terms, row, static = made
         num_sums = len(terms) - parts.number
         summed = [(t, n) for t in terms[:num_sums]] + [(t, k) for k in parts.sizes(n) for t in terms[num_sums:]]
         results = [t.clone() if k == 1 else t + t for t, k in summed]  # with the strides of the sums
         results += [stack_of(x, n) for x in row if isinstance(x, Tensor)]
-        num_slices = len(slices)
-
-        def flat(index: Tensor, *rest: Tensor) -> list[Any]:
-            pairs = {id(x): y for x, y in zip(closed, rest[num_slices:], strict=True)}
-            with _ReplaceTensors(pairs), autocast_cache(casts_once):
-                sums, rows, _ = _detached(*body(index, list(rest[:num_slices])))
-            return [*sums, *(x for x in rows if isinstance(x, Tensor))]
-
-        torch.clear_autocast_cache()
-        gm = trace_inner(flat)(index, *slices, *map(_empty_like, closed))
-        torch.clear_autocast_cache()
     sums = (num_sums, tuple(parts)) if parts.number else (num_sums,)
     return _node(trace, gm, n, sequences, closed, sums, results, row, static)
-
-
-def _own_sizes() -> contextlib.AbstractContextManager[None]:
-    """Inside, sizes that depend on data are of a run that is thrown away: no node of the trace has to make them."""
-    sizes = getattr(lower_modes()[0], "shape_env", None)
-    return contextlib.nullcontext() if sizes is None else sizes.ignore_fresh_unbacked_symbols()
 
 
 def _detached(terms: list[Tensor], row: list[Any], static: Any) -> tuple[list[Tensor], list[Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -121,10 +122,14 @@ def merge_equal(nodes: Iterable[Node]) -> None:
     """Of nodes, in order, let the first of those with the same operation and arguments stand for all, and erase the
     others. What they read must be the same wherever they stand.
     """
-    seen: dict[Any, Node] = {}
+    seen: dict[Any, list[Node]] = defaultdict(list)  # by what is cheap to compare
     for node in nodes:
-        first = seen.setdefault((node.target, frozen(node.args), frozen(node.kwargs)), node)
-        if first is not node:
+        alike = seen[(id(node.target), *map(id, node.all_input_nodes))]
+        arguments = frozen((node.args, node.kwargs)) if alike else None
+        first = next((x for x in alike if frozen((x.args, x.kwargs)) == arguments), None)
+        if first is None:
+            alike.append(node)
+        else:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)
 

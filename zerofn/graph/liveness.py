@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from .phase import BACKWARD, FORWARD, phase_of
 KINDS = ("state", "gathered", "gradients", "activations", "staging", "other", "reserved")
 AGAIN = "again"  # a meta key of nodes that are recomputed, or copied back, for the backward pass
 Live = dict[str, int]  # kind -> bytes
+_NO_BLOCKS: Sequence[Any] = ()
 
 
 class Allocation(NamedTuple):
@@ -76,37 +77,46 @@ def moments(
     A node that runs a body yields the body's moments once, in a round after the first.
     """
     known = {} if known is None else known
-    if gm.graph not in known:
-        known[gm.graph] = _made(gm.graph)
-    born: dict[int, list[Allocation]] = defaultdict(list)
-    dying: dict[int, list[Allocation]] = defaultdict(list)
-    for block in _with_handed(known[gm.graph], handed):
-        born[block.born].append(block)
-        dying[block.dies].append(block)
+    made = known.get(gm.graph)
+    if made is None:
+        made = known[gm.graph] = _made(gm.graph)
+    ends: dict[int, list[Allocation]] = defaultdict(list)
+    for block in _received(made, handed):
+        ends[block.dies].append(block)
     live = {kind: base.get(kind, 0) for kind in KINDS}
+    now: Live | None = None  # `live` as it is: most operations change nothing
     for k, node in enumerate(gm.graph.nodes):
-        call = call_of(node)
+        call, born, dying = made.calls.get(k), made.born.get(k), made.dying.get(k, _NO_BLOCKS)
+        if k in ends:
+            dying = [*dying, *ends[k]]
         if call and runs_once(node):  # it makes its results inside, and frees there what ends with it
-            yield from moments(call.body, live, _handed(call, dying[k], known[gm.graph].root), known)
+            yield from moments(call.body, live, _handed(call, dying, made.root), known)
             if not is_region(call.body):  # compiled, it reads all inputs and writes all results at once
-                _count(live, dying.pop(k), -1)
-            _count(live, born[k])
-        else:
-            before = dict(live) if call else live
-            _count(live, born[k])
+                _count(live, dying, -1)
+                dying = _NO_BLOCKS
+            _count(live, born or _NO_BLOCKS)
+            now = None
+        elif born or call:
+            before = dict(live)
+            _count(live, born or _NO_BLOCKS)
             if call:
                 yield from _moments_inside(node, call, before, live, known)
-        yield Moment(node, dict(live))
-        _count(live, dying[k], -1)
+            now = None
+        if now is None:
+            now = dict(live)
+        yield Moment(node, now)
+        if dying:
+            _count(live, dying, -1)
+            now = None
 
 
-def _count(live: Live, alive: list[Allocation], times: int = 1) -> None:
+def _count(live: Live, alive: Sequence[Allocation], times: int = 1) -> None:
     for block in alive:
         live[block.kind] += block.nbytes * times
         live["reserved"] -= block.nbytes * block.placed * times
 
 
-def _handed(call: Call, dying: list[Allocation], root: dict[Node, Node]) -> Handed:
+def _handed(call: Call, dying: Sequence[Allocation], root: dict[Node, Node]) -> Handed:
     """Return the memory that nobody but a body needs any more, and the body's inputs that lie in it."""
     found: dict[Allocation, list[Node]] = {}
     for inside, outer in call.given.items():
@@ -129,27 +139,32 @@ def _moments_inside(node: Node, call: Call, before: Live, after: Live, known: di
 
 
 class _Made(NamedTuple):
-    """The memory that a graph makes; positions of its nodes, the memory of each, and the nodes that touch memory."""
+    """The memory that a graph makes; positions of its nodes, the memory of each, and the nodes that touch memory. By
+    position: what is born and what dies there, and the body that runs there.
+    """
 
     blocks: list[Allocation]
     where: dict[Node, int]
     root: dict[Node, Node]
     touched: dict[Node, list[Node]]
+    born: dict[int, list[Allocation]]
+    dying: dict[int, list[Allocation]]
+    calls: dict[int, Call]
 
 
 def blocks(graph: Graph, handed: Handed | None = None) -> list[Allocation]:
     """Return the memory that the operations of a graph make on the device where models compute, in order, with what
     they say that they have beside their results, and behind it what is `handed` to the graph.
     """
-    return _with_handed(_made(graph), handed)
+    made = _made(graph)
+    return [*made.blocks, *_received(made, handed)]
 
 
-def _with_handed(made: _Made, handed: Handed | None) -> list[Allocation]:
-    found = []
+def _received(made: _Made, handed: Handed | None) -> Iterator[Allocation]:
     for block, inputs in (handed or {}).items():
-        dies = max(made.where[made.touched[x][-1]] for x in inputs)
-        found.append(block._replace(node=inputs[0], born=-1, dies=dies))
-    return [*made.blocks, *(block for block in found if block.nbytes)]
+        if block.nbytes:
+            dies = max(made.where[made.touched[x][-1]] for x in inputs)
+            yield block._replace(node=inputs[0], born=-1, dies=dies)
 
 
 def _made(graph: Graph) -> _Made:
@@ -175,7 +190,13 @@ def _made(graph: Graph) -> _Made:
         elif received:
             kind = "gradients" if reduces(node) else "gathered"
             out.append(Allocation(node, received, kind, at, where[wait_of(node)]))
-    return _Made([block for block in out if block.nbytes], where, root, touched)
+    out = [block for block in out if block.nbytes]
+    born, dying = defaultdict(list), defaultdict(list)
+    for block in out:
+        born[block.born].append(block)
+        dying[block.dies].append(block)
+    bodies = {at: body for node, at in where.items() if (body := call_of(node))}
+    return _Made(out, where, root, touched, dict(born), dict(dying), bodies)
 
 
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:

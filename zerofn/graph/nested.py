@@ -234,8 +234,17 @@ def graphs_of(gm: GraphModule) -> list[GraphModule]:
 
     Regions are not among them: they stay as they were made.
     """
-    inside = (each for _, call in calls(gm) if not is_region(call.body) for each in graphs_of(call.body))
-    return list(dict.fromkeys([gm, *inside]))
+    found: dict[GraphModule, None] = {}
+    _find_graphs(gm, found)
+    return list(found)
+
+
+def _find_graphs(gm: GraphModule, found: dict[GraphModule, None]) -> None:
+    if gm not in found:  # a pipeline calls a piece for each microbatch
+        found[gm] = None
+        for _, call in calls(gm):
+            if not is_region(call.body):
+                _find_graphs(call.body, found)
 
 
 def is_region(gm: GraphModule) -> bool:

@@ -71,9 +71,14 @@ class _Weights:
     """Bytes on the device while each node of a step runs. `most`: the peak."""
 
     def __init__(self, program: Program, graphs: list[GraphModule]) -> None:
-        places = dict(_places(program.gm, {each: k for k, each in enumerate(graphs)}))
-        over_time = moments(program.gm, resident(program).device)
-        self._moments = [(places[node], sum(live.values())) for node, live in over_time]
+        places = _places(program.gm, {each: k for k, each in enumerate(graphs)})
+        self._moments: list[tuple[tuple[tuple[int, int], ...], int]] = []
+        last: Node | None = None
+        for node, live in moments(program.gm, resident(program).device):
+            if node is not last:  # a loop has two: the last sums of its rounds, and what it returns
+                last, here = next(places)
+                assert last is node
+            self._moments.append((here, sum(live.values())))
         self._sizes = [len(each.graph.nodes) for each in graphs]
         self.most = max(nbytes for _, nbytes in self._moments)
 
@@ -86,12 +91,14 @@ class _Weights:
 def _places(
     gm: GraphModule, number: dict[GraphModule, int], outside: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[tuple[Node, tuple[tuple[int, int], ...]]]:
-    """Map every node to (number of its graph, position there), then the places of the nodes that run it."""
+    """Yield every node, as often as moments have it and in their order, with (number of its graph, position there) and
+    the places of the nodes that run it.
+    """
     for at, node in enumerate(gm.graph.nodes):
         here = (*outside, (number[gm], at)) if gm in number else outside
-        yield node, here
         if call := call_of(node):
             yield from _places(call.body, number, here)
+        yield node, here
 
 
 def _alive(spans: list[Lifetime], size: int) -> list[int]:

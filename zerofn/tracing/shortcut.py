@@ -443,7 +443,5 @@ def _find_way(func: Any) -> _Way | None:
     if _TAGS & set(func.tags) or func in LIFTS or func._schema.is_mutable or is_implicit(func):
         return None
     if func.is_view:
-        if func.namespace == "aten":
-            return _view
-        return _passed if func in MARKS or traits_of(func).passes_on else None
+        return _passed if func in MARKS or traits_of(func).passes_on else _view
     return _fresh

@@ -6,7 +6,6 @@ stages are of no account, and names mean the same everywhere.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 
 from torch.fx import GraphModule
@@ -69,6 +68,7 @@ class _Search:
     def __init__(self, program: Program, schedule: Callable[[Program], None]) -> None:
         self._program, self._schedule = program, schedule
         self._graphs = graphs(program.gm)
+        self._peaks: dict[tuple[int, int], int] = {}  # by the numbers of drops and hoists
         loops = pipelines(program)
         bodies = [loop.call.body for loop in loops]
         drops = sorted((x for loop in loops for x in self._droppable(loop)), key=lambda x: x[2])
@@ -107,12 +107,14 @@ class _Search:
         counts = range(len(self._hoists), -1, -1)
         return _first(counts, lambda n: self.peak(dropped, n) <= limit) or 0
 
-    @functools.cache  # noqa: B019  (as long as the search)
     def peak(self, dropped: int, hoisted: int) -> int:
         """Return the most bytes on the device at one time."""
-        tried = attempted(self._program, self.choices(dropped, hoisted))
-        self._schedule(tried)
-        return max(sum(live.values()) for _, live in moments(tried.gm, resident(tried).device))
+        if (dropped, hoisted) not in self._peaks:
+            tried = attempted(self._program, self.choices(dropped, hoisted))
+            self._schedule(tried)
+            over_time = moments(tried.gm, resident(tried).device)
+            self._peaks[dropped, hoisted] = max(sum(live.values()) for _, live in over_time)
+        return self._peaks[dropped, hoisted]
 
 
 def _first(numbers: range, holds: Callable[[int], bool]) -> int | None:
