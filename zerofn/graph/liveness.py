@@ -191,12 +191,13 @@ def _made(graph: Graph) -> _Made:
             kind = "gradients" if reduces(node) else "gathered"
             out.append(Allocation(node, received, kind, at, where[wait_of(node)]))
     out = [block for block in out if block.nbytes]
-    born, dying = defaultdict(list), defaultdict(list)
+    births: dict[int, list[Allocation]] = defaultdict(list)
+    deaths: dict[int, list[Allocation]] = defaultdict(list)
     for block in out:
-        born[block.born].append(block)
-        dying[block.dies].append(block)
+        births[block.born].append(block)
+        deaths[block.dies].append(block)
     bodies = {at: body for node, at in where.items() if (body := call_of(node))}
-    return _Made(out, where, root, touched, dict(born), dict(dying), bodies)
+    return _Made(out, where, root, touched, dict(births), dict(deaths), bodies)
 
 
 def _kind(node: Node, touched: list[Node], root: dict[Node, Node]) -> str:
