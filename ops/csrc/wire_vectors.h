@@ -25,18 +25,26 @@ struct Fp16 {
     ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
 };
 
-// The sum of the magnitudes of a block's elements, in the order that wire.h says.
+// The sum of the magnitudes of a block's elements, in the order that wire.h says. A group of sums stays in registers
+// while memory is read in order: as many as there are, or half of the registers.
 template <class Number>
 ZF_FN float sum_of(const typename Number::stored *x, zf_i64 block) {
-    zf_f sums[ZF_SUMS / ZF_LANES];
-    for (int k = 0; k < ZF_SUMS / ZF_LANES; ++k) {
-        sums[k] = zf_f{};
-        for (zf_i64 i = k * ZF_LANES; i < block; i += ZF_SUMS) {
-            soon<true>(x + i);
-            sums[k] += zf_float(zf_bits(Number::get(x + i)) & ZF_ABS);
+    const int count = ZF_SUMS / ZF_LANES, group = ZF_LANES == 16 ? 16 : 8;
+    zf_f sums[count] = {};
+    for (int k = 0; block < ZF_SUMS && k < block / ZF_LANES; ++k)
+        sums[k] = zf_float(zf_bits(Number::get(x + k * ZF_LANES)) & ZF_ABS);
+    for (int first = 0; block >= ZF_SUMS && first < count; first += group) {
+        zf_f now[group] = {};
+        for (zf_i64 i = first * ZF_LANES; i < block; i += ZF_SUMS) {
+#pragma GCC unroll 16
+            for (int k = 0; k < group; ++k) {
+                soon<true>(x + i + k * ZF_LANES);
+                now[k] += zf_float(zf_bits(Number::get(x + i + k * ZF_LANES)) & ZF_ABS);
+            }
         }
+        for (int k = 0; k < group; ++k) sums[first + k] = now[k];
     }
-    for (int half = ZF_SUMS / ZF_LANES / 2; half; half /= 2)
+    for (int half = count / 2; half; half /= 2)
         for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
     zf_f last = sums[0];
     for (int half = ZF_LANES / 2; half; half /= 2)
