@@ -21,7 +21,6 @@ from ..schedules import Costs, Placement, Schedule, best, make, usual_limit
 from ..schedules.own import as_given
 from ..sharding.precision import Precision, resolve
 from ..util.arguments import checked
-from ..util.patches import uncollected
 from ..util.sizes import in_words, time_in_words
 from .model_parts import Parts, StageRow, Way, captured_microbatch, shapes_of
 from .pp_plan import PpPlan, pp_plan_of
@@ -55,7 +54,6 @@ class StageCuts(dict[str, Any]):
 
 
 @checked()
-@uncollected()
 def pipe(
     model: nn.Module,
     mesh: Mesh,

@@ -51,23 +51,15 @@ class Patches:
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Inside, the garbage collector pauses. Traces and passes make objects that stay, and it would walk all of them
-    repeatedly. Behind it what they left is collected at once, among the objects that were made inside alone: graphs are
-    cycles, and memory that waits for a later collection is memory that a step's Python objects do not fill again.
+    repeatedly.
     """
-    if not gc.isenabled():
-        yield
-        return
-    alone = gc.get_freeze_count() == 0  # else a user has put objects aside, whom nobody could tell from ours
+    enabled = gc.isenabled()
     gc.disable()
-    if alone:
-        gc.freeze()
     try:
         yield
     finally:
-        if alone:
-            gc.collect()
-            gc.unfreeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager
