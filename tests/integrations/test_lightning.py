@@ -355,6 +355,11 @@ def test_options_without_an_effect(given, sentence):
         fitted(ZeroFnStrategy(), **given)
 
 
+def test_codes_that_feed_back_are_refused():
+    with pytest.raises(ValueError, match="each microbatch of accumulate_grad_batches has a gradient of its own; write"):
+        ZeroFnStrategy(wire=zerofn.Wire(reduce="int8", feedback=True))
+
+
 class Taught(Module):
     """A teacher that Lightning does not know, as it is in none of the module's lists."""
 

@@ -1,5 +1,7 @@
 """Optimizers of a configuration beside torch's, by value."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -91,6 +93,19 @@ def test_one_bit_an_element():
         zero = of("ZeroOneAdam", var_freeze_step=50, var_update_scaler=4, local_step_scaler=100)
     assert zero == optim.zero_one_adam(1e-3, var_freeze_step=50, var_update_scaler=4)
     assert of("OneBitLamb", max_coeff=0.3) == optim.onebit_lamb(1e-3, freeze_step=100_000, max_coeff=0.3)
+
+
+def test_codes_that_a_schedule_never_comes_to_are_told():
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 400}}}
+    for total in (401, 400):
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": total, "warmup_num_steps": 10}}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            optimizer_of(Section(config, ""), None)
+        found = [str(x.message) for x in told]
+        assert ["sends signs from step 400 on, and the scheduler's total_num_steps is 400" in x for x in found] == (
+            [True] * (total == 400)
+        )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def relaid(
     moments: Callable[[Any], Any] = lambda new: new, **options: Any,
 ) -> Any:  # fmt: skip
     """Return a state with the parameters and counters of another, and with new moments, for `tx`, or what `moments`
-    makes of these. All ranks must call it.
+    makes of these. What codes have left out of gradients stays, if the same leaves are trained. All ranks must call it.
 
     The parameters of `module`, which have the state's names, say by `requires_grad` which are trained. `options`: of
     `zerofn.shard`. At most one unit is gathered at a time; both states are there at the end.
@@ -36,9 +36,10 @@ def relaid(
 
     new = zerofn.shard(create, **options)
     params = copied(state.params, new.params, list(given))
+    alike = zerofn.tree.structure(new.feedback) == zerofn.tree.structure(state.feedback)  # the same leaves are trained
     return dataclasses.replace(
         new, params=params, step=state.step, skipped=state.skipped, rng=state.rng, loss_scale=state.loss_scale,
-        extra=state.extra, opt_state=moments(new.opt_state),
+        extra=state.extra, opt_state=moments(new.opt_state), feedback=state.feedback if alike else new.feedback,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 import zerofn
 
 from .. import optim
+from ..optim.phases import EXACT, kinds_of
 from .deepspeed_file import Section, is_number, shown
 from .deepspeed_schedules import schedule_of
 
@@ -46,7 +47,21 @@ def optimizer_of(config: Section, moments: str | None) -> tuple[Any, Any]:
     params = block("params")
     default, make = _OPTIMIZERS[kind]
     rate = schedule_of(config("scheduler"), params.number("lr", default, 0.0))
-    return make(params, rate, moments), rate
+    tx = make(params, rate, moments)
+    _warn_of_no_codes(name, tx, config("scheduler")("params").values.get("total_num_steps"))
+    return tx, rate
+
+
+def _warn_of_no_codes(name: str, tx: Any, total: Any) -> None:
+    """Warn of an optimizer that would send gradients as they are in every step of a schedule of `total` steps."""
+    kinds = kinds_of(tx)
+    if kinds is not None and is_number(total) and kinds.before.get(EXACT, 0) >= total:
+        warnings.warn(
+            f"from_deepspeed: optimizer.type {name!r} sends signs from step {kinds.until:,} on, and the scheduler's "
+            f"total_num_steps is {total:,}: all steps would send gradients as they are. Write a freeze_step of 15 to "
+            "25 % of all steps.",
+            stacklevel=2,
+        )
 
 
 def clipped(tx: Any, norm: float) -> Any:

@@ -43,7 +43,7 @@ class ZeroFnStrategy(Ranks):
         trainer = Trainer(strategy=ZeroFnStrategy(stage=3), accelerator="gpu", devices=8, precision="bf16-mixed")
         trainer.fit(MyModule(), loader)
 
-    `stage`, `offload`: as in `zerofn.shard`. `memory`, `remat`, `machine`: as in `zerofn.compile`.
+    `stage`, `offload`, `wire`: as in `zerofn.shard`. `memory`, `remat`, `machine`: as in `zerofn.compile`.
 
     `training_step` is captured, so it must not branch on what is in the batch. What it gives `self.log` is logged at
     every batch; `batch_idx` and `self.global_step` are tensors in it. The optimizer of `configure_optimizers` is
@@ -67,13 +67,20 @@ class ZeroFnStrategy(Ranks):
         stage: int = 3,
         *,
         offload: Any = None,
+        wire: Any = None,
         memory: int | str | None = None,
         remat: str | None = None,
         machine: Any = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._shard_options = {"stage": stage, "offload": offload}
+        if getattr(wire, "feedback", False):
+            raise ValueError(
+                "ZeroFnStrategy: feedback=True feeds back what codes leave out of one gradient a step, and each "
+                "microbatch of accumulate_grad_batches has a gradient of its own; write rounding='stochastic' instead, "
+                "which keeps nothing."
+            )
+        self._shard_options = {"stage": stage, "offload": offload, "wire": wire}
         self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
         self._state: Any = None
         self._live: Live | None = None

@@ -13,6 +13,7 @@ import transformers
 
 import zerofn
 
+from .forms import wire_as_written
 from .meshes import axes_of
 from .padding import MULTIPLE
 
@@ -36,9 +37,12 @@ class OurArguments(_Arguments):
     offload: str | None = field(default=None, metadata={"help": "cpu or nvme: where optimizer and parameters lie"})
     remat: str | None = field(default=None, metadata={"help": "full or auto: recompute activations"})
     mesh: str | None = field(default=None, metadata={"help": "sizes of axes, such as data=2,tensor=2"})
+    wire: str | None = field(
+        default=None, metadata={"help": "in which form units travel: int8, or such as gather=int8,reduce=fp8"}
+    )
 
     def __post_init__(self) -> None:
-        self.axes = axes_of(self.mesh)
+        self.axes, self._form = axes_of(self.mesh), wire_as_written(self.wire)
         self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._scheduler: dict[str, Any] = {}  # DeepSpeed's
         given, self.deepspeed = getattr(self, "deepspeed", None), None
@@ -59,6 +63,14 @@ class OurArguments(_Arguments):
             self._take_fsdp(fsdp)
         if given:
             self._take_deepspeed(given)
+
+        if getattr(self._form, "feedback", False) and self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"TrainingArguments: wire={self.wire!r} feeds back what codes leave out of one gradient a step, and "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} microbatches may be of several "
+                "shapes, each with a gradient of its own; write wire='reduce=int8,rounding=stochastic', which keeps "
+                "nothing, or gradient_accumulation_steps=1."
+            )
 
     def _take_deepspeed(self, given: str | Mapping[str, Any]) -> None:
         """Read a DeepSpeed configuration, with `"auto"` from these arguments, as transformers fills it."""
@@ -189,8 +201,13 @@ class OurArguments(_Arguments):
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else None
         if self._of_deepspeed is not None:
             theirs = self._of_deepspeed[0]
-            return {**theirs, "precision": theirs.get("precision") or precision}
-        return {"stage": self.stage, "precision": precision, **({"offload": self.offload} if self.offload else {})}
+            return {**theirs, "precision": theirs.get("precision") or precision, **self._wire}
+        offload = {"offload": self.offload} if self.offload else {}
+        return {"stage": self.stage, "precision": precision, **offload, **self._wire}
+
+    @property
+    def _wire(self) -> dict[str, Any]:
+        return {} if self._form is None else {"wire": self._form}
 
     @property
     def computes_in(self) -> torch.dtype | None:
@@ -224,11 +241,12 @@ def _autos(content: Mapping[str, Any], above: str = "") -> list[str]:
 
 @dataclass
 class TrainingArguments(OurArguments, transformers.TrainingArguments):
-    """transformers' arguments, and `stage`, `memory`, `offload`, `remat` and `mesh`.
+    """transformers' arguments, and `stage`, `memory`, `offload`, `remat`, `mesh` and `wire`.
 
     `deepspeed=` takes a DeepSpeed configuration, and `fsdp=` with `fsdp_config=` FSDP's words, as arguments of ZeroFn;
     neither package is needed. `gradient_checkpointing` becomes `remat="full"`. `mesh="data=-1,tensor=2"` names axes of
-    `zerofn.Mesh.make`: pipe, data, replicate, expert and tensor. Rows are padded to a length that is a multiple of
+    `zerofn.Mesh.make`: pipe, data, replicate, expert and tensor. `wire="int8"`, or
+    `wire="gather=int8,reduce=int4,feedback=true"`, is `shard(wire=)`. Rows are padded to a length that is a multiple of
     `pad_to_multiple_of`; 1 leaves batches as the collator makes them, on every rank.
     """
 
