@@ -11,7 +11,6 @@ import torch
 import zerofn
 
 from .. import optim
-from ..optim.phases import EXACT, kinds_of
 from .deepspeed_file import Section, is_number, shown
 from .deepspeed_schedules import schedule_of
 
@@ -54,10 +53,10 @@ def optimizer_of(config: Section, moments: str | None) -> tuple[Any, Any]:
 
 def _warn_of_no_codes(name: str, tx: Any, total: Any) -> None:
     """Warn of an optimizer that would send gradients as they are in every step of a schedule of `total` steps."""
-    kinds = kinds_of(tx)
-    if kinds is not None and is_number(total) and kinds.before.get(EXACT, 0) >= total:
+    first = tx.about.phase and tx.about.phase(0)  # steps of one kind, and how many there are
+    if first and first.left is not None and is_number(total) and first.left >= total:
         warnings.warn(
-            f"from_deepspeed: optimizer.type {name!r} sends signs from step {kinds.until:,} on, and the scheduler's "
+            f"from_deepspeed: optimizer.type {name!r} sends signs from step {first.left:,} on, and the scheduler's "
             f"total_num_steps is {total:,}: all steps would send gradients as they are. Write a freeze_step of 15 to "
             "25 % of all steps.",
             stacklevel=2,
