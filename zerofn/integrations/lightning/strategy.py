@@ -76,9 +76,8 @@ class ZeroFnStrategy(Ranks):
         super().__init__(**kwargs)
         if getattr(wire, "feedback", False):
             raise ValueError(
-                "ZeroFnStrategy: feedback=True feeds back what codes leave out of one gradient a step, and each "
-                "microbatch of accumulate_grad_batches has a gradient of its own; write rounding='stochastic' instead, "
-                "which keeps nothing."
+                "ZeroFnStrategy: feedback=True is for one gradient a step, and each microbatch of "
+                "accumulate_grad_batches has a gradient of its own; write rounding='stochastic', which keeps nothing."
             )
         self._shard_options = {"stage": stage, "offload": offload, "wire": wire}
         self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
