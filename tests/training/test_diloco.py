@@ -324,11 +324,6 @@ def test_another_optimizer_is_told():
         step_of(every=4, outer=torch.optim.SGD)
 
 
-def test_a_plan_of_all_replicas_is_told():
-    with pytest.raises(ValueError, match="planned by its inner step, on the mesh of one replica: write zerofn.plan"):
-        zerofn.plan(step_of(every=4), {"params": {"w": torch.ones(4)}}, None, world=2)
-
-
 def plain_state(mesh, **options):
     return zerofn.shard({"params": {"w": torch.ones(4)}}, mesh=mesh, **options)
 
