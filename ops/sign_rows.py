@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import cpu, cuda, native, wire_codes
+from . import cuda, native, wire_codes
 from .kernel_args import GRADIENTS, check_tensor
-from .wire_codes import Codes
+from .wire_codes import Codes, on_cpu, on_gpu
 
 _ALIGNED = 16  # bytes: every row begins at a multiple
 _ROWS = 4  # zf_number of rows that are added up
@@ -84,7 +84,7 @@ def encode(x: Tensor, out: Signs) -> None:
     """fp32 [size] -> the rows of `out`."""
     check_tensor("signs: x", x, (torch.float32,), out.numel, x.device)
     out.check("signs", out.numel, x.device)
-    if _on_cpu(x):
+    if on_cpu(x):
         how, function = _how(out), native.kernel("sign_encode")
         to = (x.data_ptr(), out.rows.data_ptr(), ctypes.byref(how))
         native.in_parts(out.numel, lambda a, b: function(*to, a // out.block, b // out.block), out.block)
@@ -101,7 +101,7 @@ def decode(given: Signs, out: Tensor) -> None:
     """Rows -> fp32 [size]."""
     check_tensor("signs: out", out, (torch.float32,), given.numel, out.device)
     given.check("signs", given.numel, out.device)
-    if _on_cpu(out):
+    if on_cpu(out):
         how, function = _how(given), native.kernel("sign_decode")
         to = (given.rows.data_ptr(), ctypes.byref(how), out.data_ptr())
         native.in_parts(given.numel, lambda a, b: function(*to, a // given.block, b // given.block), given.block)
@@ -151,10 +151,10 @@ def mix(
             rest.copy_(left)
             return
         finite = None
-    if _on_cpu(left):
+    if on_cpu(left):
         _mix(added, before, left, how, sent, rest)
         return
-    if _on_gpu(left):
+    if on_gpu(left):
         _mix_on_gpu(added, before, left, how, sent, rest, finite)
         return
     was, total = before if isinstance(before, Tensor) else decoded(before), _total(added, sent)
@@ -250,10 +250,6 @@ def decoding_update(update: Any, given: Signs) -> Callable[[int, int], None]:
     return lambda a, b: function(*to, a // given.block, b // given.block)
 
 
-def _on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and cpu.missing() is None
-
-
 # --- the GPU -----------------------------------------------------------------------------------
 
 
@@ -271,7 +267,3 @@ def _mix_on_gpu(
     gaps = (cuda.table_of(left.device, tuple(sent.gaps)), len(sent.gaps) // 2)
     num = sent.numel // sent.block
     cuda.launch("sign_mix", left.device, num, *given, *was, left, rest, sent.rows, finite, num, *rows, *gaps, *how)
-
-
-def _on_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda" and cuda.missing() is None

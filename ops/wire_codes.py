@@ -42,11 +42,6 @@ class Codes(NamedTuple):
         """The number of elements."""
         return self.scales.numel() * self.block
 
-    def part(self, start: int, stop: int) -> Codes:
-        """The codes of the elements [start, stop), whole blocks."""
-        a, b = (x * bits(self.format) // 8 for x in (start, stop))
-        return self._replace(codes=self.codes[a:b], scales=self.scales[start // self.block : stop // self.block])
-
     def check(self, what: str, size: int, device: torch.device) -> None:
         """Raise `ValueError` or `TypeError` unless these can be the codes of so many elements."""
         if self.format not in FORMATS or self.block not in BLOCKS or size % self.block:
@@ -80,11 +75,11 @@ def encode(x: Tensor, out: Codes, draws: Draws | None = None) -> None:
     """
     check_tensor("wire encode: x", x, GRADIENTS, device=x.device)
     out.check("wire encode", x.numel(), x.device)
-    if _on_cpu(x):
+    if on_cpu(x):
         key = None if draws is None else ctypes.byref(ctypes.c_uint64(draws.key))
         more = (key, 0 if draws is None else draws.block)
         _in_blocks("wire_encode", x, out.codes, out.scales, of=out, number=x, more=more)
-    elif _on_gpu(x):
+    elif on_gpu(x):
         how = (out.scales.numel(), out.block, FORMATS.index(out.format))
         drawn = (0, 0, 0) if draws is None else (1, _signed(draws.key), draws.block)
         cuda.launch("wire_encode", x.device, out.scales.numel(), x, _number(x), out.codes, out.scales, *how, *drawn)
@@ -99,9 +94,9 @@ def decode(given: Codes, out: Tensor) -> None:
     """What `encode` made -> fp32, bf16 or fp16 [size], the latter two rounded to nearest, ties to even."""
     check_tensor("wire decode: out", out, GRADIENTS, device=out.device)
     given.check("wire decode", out.numel(), out.device)
-    if _on_cpu(out):
+    if on_cpu(out):
         _in_blocks("wire_decode", given.codes, given.scales, out, of=given, number=out)
-    elif _on_gpu(out):
+    elif on_gpu(out):
         how = (_number(out), out.numel(), given.block, FORMATS.index(given.format))
         cuda.launch("wire_decode", out.device, _warps(out), given.codes, given.scales, out, *how)
     else:
@@ -115,7 +110,7 @@ def sum_(rows: Sequence[Codes], out: Tensor) -> None:
     first = rows[0]
     for row in rows:
         row.check("wire sum", out.numel(), out.device)
-    if _on_cpu(out):
+    if on_cpu(out):
         addresses = [(ctypes.c_void_p * len(rows))(*[row[k].data_ptr() for row in _tensors(rows)]) for k in (0, 1)]
         function, format = native.kernel("wire_sum"), FORMATS.index(first.format)
 
@@ -123,7 +118,7 @@ def sum_(rows: Sequence[Codes], out: Tensor) -> None:
             function(*addresses, len(rows), out.data_ptr(), a // first.block, b // first.block, first.block, format)
 
         native.in_parts(out.numel(), part, first.block)
-    elif _on_gpu(out) and (stride := _stride(rows)) is not None:
+    elif on_gpu(out) and (stride := _stride(rows)) is not None:
         how = (out.numel(), first.block, FORMATS.index(first.format))
         cuda.launch("wire_sum", out.device, _warps(out), first.codes, first.scales, stride, len(rows), out, *how)
     else:
@@ -145,11 +140,13 @@ def _stride(rows: Sequence[Codes]) -> int | None:
     return next(iter(apart), 0) if len(apart) < 2 else None
 
 
-def _on_cpu(x: Tensor) -> bool:
+def on_cpu(x: Tensor) -> bool:
+    """Whether the library works on a tensor."""
     return x.device.type == "cpu" and cpu.missing() is None
 
 
-def _on_gpu(x: Tensor) -> bool:
+def on_gpu(x: Tensor) -> bool:
+    """Whether our kernels of a GPU work on a tensor."""
     return x.device.type == "cuda" and cuda.missing() is None
 
 

@@ -369,8 +369,8 @@ def test_signs_that_are_mixed_are_the_cpus_bit_for_bit(device, block, kind, monk
         sent, rest = rows(num, 2 * block, gaps=between), torch.empty_like(numbers[2])
         sign_rows.mix(*numbers, how, sent, rest)
         with monkeypatch.context() as there:
-            there.setattr(sign_rows, "_on_cpu", lambda x: False)
-            there.setattr(sign_rows, "_on_gpu", lambda x: True)
+            there.setattr(sign_rows, "on_cpu", lambda x: False)
+            there.setattr(sign_rows, "on_gpu", lambda x: True)
             for finite in (None, True, False):
                 at = rows(num, 2 * block, device, between)
                 moved = [
@@ -409,8 +409,8 @@ def test_what_is_sent_is_the_cpus_bit_for_bit(device, format, block, draws, monk
     total = torch.empty(size)
     wire_codes.sum_(expected, total)
     if device == "cpu":
-        monkeypatch.setattr(wire_codes, "_on_cpu", lambda x: False)
-        monkeypatch.setattr(wire_codes, "_on_gpu", lambda x: True)
+        monkeypatch.setattr(wire_codes, "on_cpu", lambda x: False)
+        monkeypatch.setattr(wire_codes, "on_gpu", lambda x: True)
     for x, row in zip(numbers, there, strict=True):
         wire_codes.encode(x.to(device), row, draws)
     assert_same([x for row in there for x in row[:2]], [x for row in expected for x in row[:2]])

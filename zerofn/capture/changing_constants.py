@@ -5,6 +5,7 @@ Python and NumPy, the next value of an iterator, a random identifier, torch's se
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import os
@@ -168,11 +169,10 @@ def _asked_by_user(frame: FrameType | None) -> bool:
     """Whether the user's code called, itself or through modules of Python's that draw for it."""
     while frame is not None and frame.f_globals.get("__name__") in ("uuid", "secrets", "random"):
         frame = frame.f_back
-    return frame is not None and not _of_library(frame)
+    return frame is not None and not _of_library(frame.f_code.co_filename)
 
 
-def _of_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
+def _of_library(file: str) -> bool:
     return file.startswith((OURS, *library_prefixes())) or of_python(file)
 
 
@@ -193,17 +193,14 @@ def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
     """
     found = ["", ""]
     last: list[tuple[FrameType, int]] = []
-    passed_by: dict[str, bool] = {}  # whether a file is a library's: asked at every call
+    passed_by = functools.cache(_of_library)  # which is asked at every call
 
     def tell() -> None:
         if last and not found[0] and moved() is not None:
             found[:] = f" at {last[0][0].f_code.co_filename}:{last[0][1]}", settings_behind(last)
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
-        file = frame.f_code.co_filename
-        if file not in passed_by:
-            passed_by[file] = _of_library(frame)
-        if passed_by[file]:
+        if passed_by(frame.f_code.co_filename):
             return None
         tell()
         if event == "line" and last and last[0][0] is frame:
@@ -211,7 +208,7 @@ def _lines(moved: Callable[[], str | None]) -> Iterator[list[str]]:
         elif event in ("line", "call"):
             last[:] = _callers(frame)
         elif event == "return":  # the caller goes on in its line
-            last[:] = itertools.dropwhile(lambda x: _of_library(x[0]), _callers(frame.f_back))
+            last[:] = itertools.dropwhile(lambda x: passed_by(x[0].f_code.co_filename), _callers(frame.f_back))
         return look
 
     before = sys.gettrace()

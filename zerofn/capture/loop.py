@@ -79,9 +79,11 @@ def in_parts(what: str, x: Tensor, n: int) -> Tensor:
     return x.view(shape) if x.is_contiguous() else x.reshape(shape)
 
 
-class _Mode(TorchDispatchMode):
-    """A mode that sees `torch.cond` and the like, and under which dynamo, which these run, works: it would skip their
-    code for the rest of the process instead.
+class _OwnInputs(TorchDispatchMode):
+    """Gives the body an input of its own for each tensor of the outer trace that it closes over, at its first use.
+
+    It sees `torch.cond` and the like, and dynamo, which these run, works under it: it would skip their code for the
+    rest of the process instead.
     """
 
     supports_higher_order_operators = True
@@ -89,10 +91,6 @@ class _Mode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
-
-
-class _OwnInputs(_Mode):
-    """Gives the body an input of its own for each tensor of the outer trace that it closes over, at its first use."""
 
     def __init__(self, outer: Any, inputs: Sequence[Tensor]) -> None:
         super().__init__()

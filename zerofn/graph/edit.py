@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -122,16 +121,23 @@ def merge_equal(nodes: Iterable[Node]) -> None:
     """Of nodes, in order, let the first of those with the same operation and arguments stand for all, and erase the
     others. What they read must be the same wherever they stand.
     """
-    seen: dict[Any, list[Node]] = defaultdict(list)  # by what is cheap to compare
+    alone: dict[Any, Node | None] = {}  # by what is cheap to compare; None where there are several
+    seen: dict[Any, Node] = {}
     for node in nodes:
-        alike = seen[(id(node.target), *map(id, node.all_input_nodes))]
-        arguments = frozen((node.args, node.kwargs)) if alike else None
-        first = next((x for x in alike if frozen((x.args, x.kwargs)) == arguments), None)
-        if first is None:
-            alike.append(node)
-        else:
+        inputs = node.target, *node.all_input_nodes
+        other = alone.setdefault(inputs, node)
+        if other is node:
+            continue
+        if other is not None:
+            seen[_call(other)], alone[inputs] = other, None
+        first = seen.setdefault(_call(node), node)
+        if first is not node:
             node.replace_all_uses_with(first)
             node.graph.erase_node(node)
+
+
+def _call(node: Node) -> Any:
+    return node.target, frozen(node.args), frozen(node.kwargs)
 
 
 def frozen(value: Any) -> Any:

@@ -97,7 +97,7 @@ def moments(
             _count(live, born or _NO_BLOCKS)
             now = None
         elif born or call:
-            before = dict(live)
+            before = dict(live) if call else live
             _count(live, born or _NO_BLOCKS)
             if call:
                 yield from _moments_inside(node, call, before, live, known)

@@ -102,6 +102,11 @@ def halves(machine: Machine) -> str:
     return "bf16" if "bfloat16" in machine.flops else "fp16"
 
 
+def wide_axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
+    """Return the axes of several ranks, as `Config.mesh` has them."""
+    return tuple((axis.name, axis.size) for axis in mesh.axes if axis.size > 1)
+
+
 def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[Config]:
     """Return every requested configuration with that many rows, without those that equal another one.
 
@@ -109,7 +114,7 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or several.")
-    axes = tuple((axis.name, axis.size) for axis in mesh.axes if axis.size > 1)
+    axes = wide_axes(mesh)
     stages = (STAGES if mesh.shards.size > 1 else (3,)) if asked.stage == ALL else listed(asked.stage)
     for stage in stages:
         check_stage(stage)

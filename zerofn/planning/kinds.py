@@ -16,7 +16,7 @@ from ..runtime.kinds_of_steps import kinds_of, with_kind
 from ..sharding.precision import made_for
 from ..training.diloco import Diloco
 from ..training.outer_step import bytes_sent
-from .asked import Asked, Initial, Step
+from .asked import Asked, Initial, Step, wide_axes
 from .plan_row import Config, Needs, OtherKind, Row, lacking
 from .plan_variants import RowPlanner, state_needs
 from .rounds import Rounds, TimedRounds
@@ -97,7 +97,7 @@ class RoundsPlanner(KindsPlanner):
 
     def configs(self, asked: Asked) -> Iterator[Config]:
         """Return every configuration that is asked for."""
-        axes = tuple((axis.name, axis.size) for axis in self._all.axes if axis.size > 1)
+        axes = wide_axes(self._all)
         return (config._replace(mesh=axes, rounds=True) for config in super().configs(asked))
 
     def row(self, config: Config) -> Row:

@@ -354,13 +354,13 @@ class Row:
 
     def cells(self) -> list[str]:
         """Return its cells of the table."""
-        c = self.config
+        c, peak = self.config, self.peak
         about = "~ " if self.estimate is not None else ""
         stage = f"{c.stage} hpz" if c.again else str(c.stage)
         precision = _short(c.precision) + (f", wire {c.wire}" if c.wire else "")
         out = [c.grid, str(self.pipelined or ""), stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
         out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
-        out += [in_words(self.peak[kind]) if self.peak.get(kind) else "" for kind in KINDS]
+        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
         out += [in_words(n) if n else "" for n in self.needs[1:]]
         if not self.bound:
             return [*out, "", "", "", "", self.lacks]

@@ -120,7 +120,7 @@ class _BigBird(BlockPattern):
         _window(blocks, self.window)
         _shared(blocks, 0, self.shared, causal=False, rows=True)
         if self.causal:
-            blocks.logical_and_(torch.ones_like(blocks).tril())
+            blocks.tril_()
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,7 @@ class _Longformer(BlockPattern):
         for start, end in self.shared:
             _shared(blocks, start, end, causal=False, rows=True)
         if self.causal:
-            blocks.logical_and_(torch.ones_like(blocks).tril())
-
-
-@dataclass(frozen=True)
-class _Sliding(BlockPattern):
-    window: int
-    causal: bool
-
-    def head(self, number: int, draws: random.Random, blocks: Tensor) -> None:
-        _window(blocks, self.window)
-        if self.causal:
-            blocks.logical_and_(torch.ones_like(blocks).tril())
+            blocks.tril_()
 
 
 # --- parts of patterns ---------------------------------------------------------------------------
@@ -332,4 +321,4 @@ def local_sliding_window(
 ) -> Pattern:
     """A window. Raises `ValueError` for numbers that DeepSpeed refuses."""
     causal = _check("local_sliding_window", attention, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
-    return _Sliding(block, False, num_sliding_window_blocks, causal)
+    return _Longformer(block, False, num_sliding_window_blocks, (), causal)
