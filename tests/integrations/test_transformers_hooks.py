@@ -19,7 +19,7 @@ TABLE = {
         """add_callback call_model_init create_accelerator_and_postprocess create_optimizer create_scheduler evaluate
         evaluation_loop floating_point_ops get_decay_parameter_names get_optimizer_cls_and_kwargs
         get_batch_samples get_cp_size get_eval_dataloader get_sp_size get_test_dataloader get_total_train_batch_size
-        get_tp_size get_train_dataloader is_local_process_zero is_world_process_zero log num_examples predict
+        get_train_dataloader is_local_process_zero is_world_process_zero log num_examples predict
         prediction_step remove_callback save_model set_initial_training_values store_flos train
         training_step""".split(),
         AS_OFTEN,
@@ -31,6 +31,7 @@ TABLE = {
         SCRIPT,
     ),
     "compute_loss": CAPTURED,
+    "get_tp_size": CAPTURED,  # since 5.24 for the loss too
     "load_generation_config": "called by Seq2SeqTrainer alone, as often",
     "autocast_smart_context_manager": CAPTURED,
     "compute_loss_context_manager": CAPTURED,

@@ -5,7 +5,7 @@ import torch
 
 from tests.support.kernel_cases import chosen as chosen
 from tests.support.kernel_cases import each_isa, wild
-from zerofn.ops import native, sign_rows, wire_codes
+from zerofn.ops import cpu, native, sign_rows, wire_codes
 from zerofn.ops import sign_sums as _ops  # noqa: F401  (defines zerofn::sign_send and its like)
 from zerofn.ops.sign_rows import Mix, Signs, row_bytes
 from zerofn.ops.wire_codes import BLOCKS
@@ -78,7 +78,7 @@ def test_what_is_mixed_is_sent_and_nothing_is_lost(gaps, isa, monkeypatch):
             sign_rows.mix(added, signs, left, how, sent, other := torch.empty_like(left))  # the rest is zero then
             again, expected = rows_of(ROWS, 2 * block, block, between), torch.empty_like(left)
             with monkeypatch.context() as without:
-                without.setattr(sign_rows.cpu, "missing", lambda: "not there")
+                without.setattr(cpu, "missing", lambda: "not there")
                 sign_rows.mix(added, signs, left, how, again, expected)
             assert torch.equal(used(sent), used(again)) and same(other, expected), block
 
@@ -101,7 +101,7 @@ def test_rows_of_ranks_are_added_in_float32_and_in_their_order(isa, monkeypatch)
             sign_rows.mix(total, before, left, how, wanted, expected)
             assert torch.equal(used(sent), used(wanted)) and same(rest, expected)
             with monkeypatch.context() as without:
-                without.setattr(sign_rows.cpu, "missing", lambda: "not there")
+                without.setattr(cpu, "missing", lambda: "not there")
                 sign_rows.mix(came, before, left, how, wanted, expected)
             assert torch.equal(used(sent), used(wanted)) and same(rest, expected)
 
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_without_the_library_nothing_is_asked_of_it(monkeypatch):
-    monkeypatch.setattr(sign_rows.cpu, "missing", lambda: "not there")
+    monkeypatch.setattr(cpu, "missing", lambda: "not there")
     monkeypatch.setattr(native, "kernel", lambda name: pytest.fail(name))
     left = wild(4096, 0)
     assert ops.sign_send(left, left, left, None, 0.1, 0.45, 2, 2048, [])[1].shape == (2, row_bytes(2048, 2048))

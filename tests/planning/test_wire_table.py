@@ -10,7 +10,7 @@ from tests.support.small_steps import batch_of, build, layers_on_stages, train_s
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
 
-DOCS = Path(zerofn.__file__).parents[1] / "docs" / "wire.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "wire.md"
 COLUMNS = {
     '`wire="int8"`': {"wire": "int8"},
     '`rounding="stochastic"`': {"wire": zerofn.Wire("int8", "int8", rounding="stochastic")},
