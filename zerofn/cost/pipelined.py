@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,12 +59,38 @@ class _Rank(Lanes):
         self._root, self._nodes, self._at = self.roots_of(gm), list(gm.graph.nodes), 0
         self._ends, self._number = ends, Counter[object]()
         self._awaited: dict[Node, tuple[_Meeting, float]] = {}  # memory -> the meeting that fills it, its own end
+        self._runs: dict[GraphModule, list[float | Node]] = {}  # bodies, as `_run_of` has them
 
     def again(self) -> None:
         """Go to the start of the graph."""
         self._at = 0
         self.idle = 0.0
         self.clear()
+
+    def run(self, gm: GraphModule) -> None:
+        """Run a body. Nobody asks when which of its nodes began: those that only compute are one step together."""
+        root = self.roots_of(gm)
+        if gm not in self._runs:
+            self._runs[gm] = list(self._run_of(gm))
+        for part in self._runs[gm]:
+            if isinstance(part, Node):
+                self.step(part, root)
+            else:
+                self.free[COMPUTE] += part
+                self.busy[COMPUTE] += part
+
+    def _run_of(self, gm: GraphModule) -> Iterator[float | Node]:
+        """Yield nodes of a body, and between them the seconds of those that only compute."""
+        seconds = 0.0
+        for node in gm.graph.nodes:
+            alone = self.computing(node)
+            if alone is None:
+                yield seconds
+                yield node
+                seconds = 0.0
+            else:
+                seconds += alone
+        yield seconds
 
     def advance(self) -> bool:
         """Run nodes up to one that waits for what another rank has not begun. Return whether any ran."""

@@ -109,12 +109,8 @@ class Lanes:
         if node.target is ops.wait.default:
             self._wait(node, root[node.all_input_nodes[0]])
             return
-        if node not in self._costs:
-            transfer = moved(node)
-            self._costs[node] = transfer, self.cost(node) if transfer is None else 0.0
-        transfer, seconds = self._costs[node]
+        transfer, seconds = self._cost_of(node)
         if transfer is None:
-            seconds *= self.machine.slowest if self.world > 1 else 1.0  # the others wait for it
             if node.meta.get(ASIDE):
                 self._meanwhile(UPDATES, node, seconds, root)
             else:
@@ -131,6 +127,23 @@ class Lanes:
                 self._decoded.update(dict.fromkeys([root[x] for x in writes(node)] or [node], decoded))
             if transfer.how == SENT:
                 self._share(lane, self.links.of(node).cable, start, seconds)
+
+    def computing(self, node: Node) -> float | None:
+        """Return the seconds of a node that the processor runs, and nothing else; None of others."""
+        if node.op != "call_function":
+            return 0.0
+        call = call_of(node)
+        if node.target is ops.wait.default or node.meta.get(ASIDE) or (call and not is_region(call.body)):
+            return None
+        transfer, seconds = self._cost_of(node)
+        return seconds if transfer is None else None
+
+    def _cost_of(self, node: Node) -> tuple[Traffic | None, float]:
+        """Return what a node moves, and its seconds if that is nothing; the slowest rank's, for others wait for it."""
+        if node not in self._costs:
+            transfer, slowest = moved(node), self.machine.slowest if self.world > 1 else 1.0
+            self._costs[node] = transfer, self.cost(node) * slowest if transfer is None else 0.0
+        return self._costs[node]
 
     def _adding(self, node: Node, call: Call) -> float:
         """Return the seconds in which a loop adds the terms of a round to its sums."""
