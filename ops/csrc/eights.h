@@ -95,6 +95,8 @@ ZF_GPU void store_in_pairs(void *all, zf_i64 at, const Eight &e) {
     x[2] = make_uint4(other[0], other[1], other[2], other[3]);
 }
 
+// `n` counts from this thread's first element to the end of what its warp stores, so that for elements of 4 bytes all of
+// a warp's threads decide alike whether they store in pairs. A call with another `n` has narrower elements.
 ZF_GPU void store(void *all, int width, zf_i64 at, zf_i64 n, const Eight &e) {
     void *x = (char *)all + at * width;
     if (width == 4 && n + 8 * lane_of() >= ZF_BLOCK && one_access(all, width)) return store_in_pairs(all, at, e);
