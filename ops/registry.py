@@ -58,10 +58,11 @@ class Traits:
     """What passes, checks and plans know of an operation.
 
     `on_shard`: see `OnShard`. `moves`: the transfer it starts, which `wait` ends. `collective`: "gather", "scatter",
-    "gather in place", "exchange" or "permute", if it is one between ranks. `lends`: its result lies in an arena, which
-    the next step uses again. `bucket`: its result is the flat buffer of a unit's gradient. `fills_bucket`: it writes
-    one. `stores`: "new" if it writes a new value over the old one, "in place" if it only writes out what was changed
-    there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value that came in.
+    "gather in place", "exchange", "exchange of parts" or "permute", if it is one between ranks. `lends`: its result
+    lies in an arena, which the next step uses again. `bucket`: its result is the flat buffer of a unit's gradient.
+    `fills_bucket`: it writes one. `stores`: "new" if it writes a new value over the old one, "in place" if it only
+    writes out what was changed there. `casts`: the same numbers in another dtype. `passes_on`: the result is the value
+    that came in.
     `constant_fill`: one number everywhere, as of `zeros`. `replicated`: the result is the same on all ranks of its
     axis, as of an all-reduce. `rank_dependent`: it differs from rank to rank whatever came in, as of an own draw.
     `cuts`: the result is this rank's shard of a value that must be equal on all ranks.

@@ -194,6 +194,7 @@ def test_fake_tensors_know_the_shapes():
         x = torch.empty(4, 6)
         assert ops.all_gather(x.view(-1), 3, "", "u").shape == (72,)
         assert ops.reduce_scatter(x.view(-1), 3, "", "u").shape == (8,)
+        assert ops.exchange_parts(x.view(-1), [0, 24, 5, 0], 2, 0, "").shape == (5,)
         assert ops.exchange(x, 4, "").shape == (4, 6) and ops.permute(x, [0], "").shape == (4, 6)
         assert ops.wait(x).shape == (4, 6)
 

@@ -78,7 +78,7 @@ def wait_(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
+def point_to_point(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Works:
     """Post transfers to and from ranks; see [Note: posting]. Every rank counts it, also one that takes no part."""
     pg = meetings().host_of(group_named(group))
     tag = meetings().next_tag(group_named(group))
@@ -153,7 +153,7 @@ def all_gather_start(
         return pending().start(full, lambda: [work], (shard,))
     rows, rank = full.view(size, -1), dist.get_rank(group_named(group))
     others = [r for r in range(size) if r != rank]
-    works = _point_to_point(group, dict.fromkeys(others, shard), {r: rows[r] for r in others})
+    works = point_to_point(group, dict.fromkeys(others, shard), {r: rows[r] for r in others})
     a, b = own or (0, shard.numel())
     rows[rank, a:b].copy_(shard[a:b])
     return pending().start(full, works, (shard,))
@@ -186,7 +186,7 @@ def _fill_rows(full: Tensor, rows: Tensor, rank: int, group: str, finish: Callab
         pending().start(full, lambda: [work], (), finish)
         return
     others = [r for r in range(len(rows)) if r != rank]
-    works = _point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
+    works = point_to_point(group, dict.fromkeys(others, rows[rank]), {r: rows[r] for r in others})
     pending().start(full, works, (), finish)
 
 
@@ -246,7 +246,7 @@ def _exchanged(rows: Tensor, group: str, into: Tensor | None = None) -> tuple[li
         return list(into), lambda: [work]
     found = [x if r == rank else torch.empty_like(x) for r, x in enumerate(rows)] if into is None else list(into)
     others = [r for r in range(size) if r != rank]
-    works = _point_to_point(group, {r: rows[r] for r in others}, {r: found[r] for r in others})
+    works = point_to_point(group, {r: rows[r] for r in others}, {r: found[r] for r in others})
     if into is not None:
         into[rank].copy_(rows[rank])
     return found, works
@@ -274,7 +274,7 @@ def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
         if not receives:
             out.copy_(x)
         return pending().start(out, lambda: begun, (x,))
-    works = _point_to_point(group, sends, receives)
+    works = point_to_point(group, sends, receives)
     if not receives:
         out.copy_(x)
     return pending().start(out, works, (x,))
@@ -292,7 +292,7 @@ def broadcast_start(x: Tensor, source: int, others: Sequence[int], group: str, w
         count_sent(group, x.nbytes * len(sends))
         begun = _swapped(pg, sends, receives)
         return pending().start(x, lambda: begun, ())
-    return pending().start(x, _point_to_point(group, sends, receives), ())
+    return pending().start(x, point_to_point(group, sends, receives), ())
 
 
 def _swapped(pg: dist.ProcessGroup, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:

@@ -14,6 +14,7 @@ from .node_kinds import argument, is_gather, is_start, traits
 from .program import Program, tensor_of
 
 ops, aten = torch.ops.zerofn, torch.ops.aten
+_PARTS = "exchange of parts"
 MESSAGES = ("send", "receive")  # kinds of transfers that two ranks know of
 
 
@@ -62,8 +63,10 @@ def _transfers(
 
 
 def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str:
-    # What one rank sends to others has no elements there, and on another line of ranks it is another slice.
-    of_input = traits(node).collective not in ("broadcast", "receive")
+    # What one rank sends to others has no elements there, and on another line of ranks it is another slice. Parts have
+    # sizes of their own, and all ranks know all of them.
+    kind = traits(node).collective
+    of_input, parts = kind not in ("broadcast", "receive", _PARTS), kind == _PARTS
     value: Any = tensor_of(node.all_input_nodes[0]) if of_input else None
     origin = names.get(input_behind(node), "") if is_gather(node) else ""
     assert isinstance(node.target, OpOverload)
@@ -74,4 +77,4 @@ def _transfer(node: Node, names: dict[Node, str], groups: dict[Any, int]) -> str
         if argument.name != "rank" and not isinstance(a, Node)
     ]
     shape = None if value is None else f"{list(value.shape)} {value.dtype}"
-    return f"{operation_name(node)} {shape} {[a for a in static if not isinstance(a, list)]} {origin}".rstrip()
+    return f"{operation_name(node)} {shape} {[a for a in static if parts or not isinstance(a, list)]} {origin}".rstrip()

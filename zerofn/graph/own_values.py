@@ -28,7 +28,12 @@ ops = torch.ops.zerofn
 Origins = frozenset[tuple["Cause", str]]
 _NONE: Origins = frozenset()
 _NO_AXES: frozenset[str] = frozenset()
-_WORDS = {"fold_in_rank": "random key", "exchange": "place in all_to_all", "reduce_scatter": "part of a reduce_scatter"}
+_WORDS = {
+    "fold_in_rank": "random key",
+    "exchange": "place in all_to_all",
+    "exchange_parts": "place in all_to_all",
+    "reduce_scatter": "part of a reduce_scatter",
+}
 
 
 class SliceOf(NamedTuple):

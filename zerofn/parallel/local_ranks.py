@@ -21,7 +21,7 @@ from .._torch_compat import (
     without_dispatch_modes,
     without_last_function_mode,
 )
-from ..comm import transport  # noqa: F401  (defines the operations)
+from ..comm import exchange_parts, transport  # noqa: F401  (define the operations)
 from ..comm.mesh import Axis, Mesh
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class _NotSentYet(BaseException):
 
 
 class _Transfers(TorchDispatchMode):
-    """Answers the transfers of one rank. `sent`: by rank, the name of each one's operation, and its tensor."""
+    """Answers the transfers of one rank. `sent`: by rank, of each one the operation with sizes, and its tensor."""
 
     def __init__(self, rank: int, sent: list[list[tuple[str, Tensor]]]) -> None:
         super().__init__()
@@ -87,10 +87,11 @@ class _Transfers(TorchDispatchMode):
             return func(*args, **kwargs or {})
         k, self._next = self._next, self._next + 1
         if k == len(self._sent[self._rank]):
-            self._sent[self._rank].append((str(func), args[0].clone(memory_format=torch.contiguous_format)))
+            sizes = args[1] if func is _OPS.exchange_parts.default else list(args[0].shape)
+            self._sent[self._rank].append((f"{func} {sizes}", args[0].clone(memory_format=torch.contiguous_format)))
         found = [each[k] for each in self._sent if k < len(each)]
-        if len({(name, x.shape) for name, x in found}) > 1:
-            raise RuntimeError(f"ranks call different collectives: {' and '.join(f'{n} {x.shape}' for n, x in found)}.")
+        if len(names := {name for name, _ in found}) > 1:
+            raise RuntimeError(f"ranks call different collectives: {' and '.join(sorted(names))}.")
         if len(found) < len(self._sent):
             raise _NotSentYet
         return answer([x for _, x in found], self._rank, args)
@@ -112,6 +113,12 @@ def _exchanged(rows: Sequence[Tensor], rank: int, args: Any) -> Tensor:
     return torch.stack([x.view(len(rows), -1)[rank] for x in rows]).view(args[0].shape)
 
 
+def _parts_exchanged(rows: Sequence[Tensor], rank: int, args: Any) -> Tensor:
+    size = len(rows)
+    sizes = [list(args[1][source * size : (source + 1) * size]) for source in range(size)]
+    return torch.cat([x.split(of_rank)[rank] for x, of_rank in zip(rows, sizes, strict=True)])
+
+
 def _permuted(rows: Sequence[Tensor], rank: int, args: Any) -> Tensor:
     return rows[args[1][rank]].clone()
 
@@ -120,5 +127,6 @@ _ANSWERS: dict[Any, Callable[[Sequence[Tensor], int, Any], Tensor]] = {
     _OPS.all_gather.default: _gathered,
     _OPS.reduce_scatter.default: _summed,
     _OPS.exchange.default: _exchanged,
+    _OPS.exchange_parts.default: _parts_exchanged,
     _OPS.permute.default: _permuted,
 }

@@ -1,0 +1,59 @@
+"""An all-to-all of parts of unequal sizes, which all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..job.in_flight import pending
+from ..job.step_order import meetings
+from ..ops.registry import Lane, Moves, OnShard, Traits, define
+from .transport import as_bytes, count_sent, group_for, is_gloo, point_to_point
+
+
+def exchange_parts_start(flat: Tensor, sizes: Sequence[int], size: int, rank: int, group: str) -> Tensor:
+    """flat [what this rank sends] -> [what it receives], both in rank order. `sizes`: at s * size + r, how many
+    elements rank s sends to rank r; the same list on all ranks. What a rank sends to itself is never empty: transfers
+    under way are told apart by the address of what they fill.
+    """
+    if not meetings().captured or meetings().refused:
+        meetings().begin(group, "all_to_all of parts", f"{list(sizes)} {flat.dtype}")
+    sent, received = _parts(sizes, size, rank)
+    flat, out = flat.contiguous(), flat.new_empty(sum(received))
+    if not is_gloo(group, flat):
+        count_sent(group, _to_others_of_parts(flat, sizes, size, rank))
+        to, source = as_bytes(out), as_bytes(flat)
+        times = flat.itemsize // source.itemsize
+        splits = [[times * n for n in part] for part in (received, sent)]
+        work = dist.all_to_all_single(to, source, splits[0], splits[1], group_for(group, flat), async_op=True)
+        return pending().start(out, lambda: [work], (flat,))
+    sends, receives = dict(enumerate(flat.split(sent))), dict(enumerate(out.split(received)))
+    receives.pop(rank).copy_(sends.pop(rank))
+    works = point_to_point(group, *({r: x for r, x in each.items() if x.numel()} for each in (sends, receives)))
+    return pending().start(out, works, (flat,))
+
+
+def _parts(sizes: Sequence[int], size: int, rank: int) -> tuple[list[int], list[int]]:
+    """Return how many elements a rank sends to each rank, and receives from each."""
+    return list(sizes[rank * size : (rank + 1) * size]), list(sizes[rank::size])
+
+
+def _to_others_of_parts(flat: Tensor, sizes: Sequence[int], size: int, rank: int) -> int:
+    return (flat.numel() - sizes[rank * size + rank]) * flat.itemsize
+
+
+define(
+    "exchange_parts(Tensor flat, int[] sizes, int size, int rank, str group) -> Tensor",
+    exchange_parts_start,
+    lambda flat, sizes, size, rank, group: flat.new_empty(sum(_parts(sizes, size, rank)[1])),
+    traits=Traits(
+        OnShard.REFUSED,
+        Moves(
+            Lane.LINK, lambda given, _: _to_others_of_parts(given["flat"], given["sizes"], given["size"], given["rank"])
+        ),
+        "exchange of parts",
+        rank_dependent=True,
+    ),
+)
