@@ -19,7 +19,7 @@ from .differentiable import Derivative, define_differentiable
 from .registry import OnShard, Traits
 
 TILE = 64  # queries and keys of a tile, whose bits are a word for each key
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 3}  # zf_number
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 3}  # zf_number
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -91,7 +91,7 @@ class _Attention(ctypes.Structure):
 def _described(tensors: Mapping[str, Tensor], keys: Keys, scale: float, dropped: Dropped) -> _Attention:
     """The library's description of a call. Whoever has it must hold the tensors."""
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    a = _Attention(number=_NUMBERS[q.dtype], scale=scale, causal=keys.causal)
+    a = _Attention(number=NUMBERS[q.dtype], scale=scale, causal=keys.causal)
     a.seed, a.drop_below, a.factor = dropped.seed & (1 << 64) - 1, dropped.below, dropped.factor
     for name in {*_TENSORS} & tensors.keys():
         x = tensors[name]
@@ -153,7 +153,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _by_library(q: Tensor) -> bool:
-    return q.device.type == "cpu" and native.missing() is None and q.dtype in _NUMBERS
+    return q.device.type == "cpu" and native.missing() is None and q.dtype in NUMBERS
 
 
 def _forward(

@@ -40,7 +40,7 @@ PUBLIC = {
     "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
     sparse: "attention causal chosen deepspeed documents everything layout pattern prefix sinks sliding_window Blocks "
     "Layout Pattern",
-    parallel: "attention context cross_entropy pipe split_sequence tensor tiled_loss Slice",
+    parallel: "attention balanced_chunks context cross_entropy pipe split_sequence tensor tiled_loss Chunks Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random", "schedules", "sparse"]  # the public ones
 each_package = pytest.mark.parametrize("package", PUBLIC, ids=lambda p: p.__name__)

@@ -166,6 +166,10 @@ CASES = [
     (parallel.tensor, {"model": (torch.nn.Linear(1, 1), "module"), "mesh": (MESH, "ours"), "plan": (None, "dict")}),
     (parallel.tiled_loss, {"model": (torch.nn.Linear(1, 1), "module"), "tiles": (8, "whole")}),
     (parallel.split_sequence, {"batch": ({}, "dict"), "mesh": (MESH, "ours"), "shift": (True, "flag")}),
+    (parallel.balanced_chunks, {
+        "layout": sparse.causal, "length": (4, "whole"), "mesh": (MESH, "ours"), "causal": (True, "flag"),
+        "heads": (1, "whole"),
+    }),
     (sparse.attention, {
         **dict.fromkeys("qkv", (torch.ones(1, 1, 4, 2), "tensor")), "layout": sparse.causal,
         "is_causal": (False, "flag"), "scale": (None, "number"), "dropout": (0.0, "number"),

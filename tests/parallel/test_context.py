@@ -9,13 +9,13 @@ from torch import nn
 from torch.func import functional_call
 
 import zerofn
-from benchmarks.mesh.float64_models import SMALL, build
+from benchmarks.mesh.float64_models import SMALL, build, in_float64
 from benchmarks.mesh.training import assert_same_training, plain, trained
 from tests.support.small_steps import step_with
 from tests.support.some import some_of
 from zerofn import optim
 from zerofn.comm.mesh import Mesh
-from zerofn.parallel import context, split_sequence
+from zerofn.parallel import Chunks, context, split_sequence
 from zerofn.passes.budget.decision import names_of
 from zerofn.passes.budget.search import graphs
 
@@ -34,6 +34,8 @@ CASES = [
     pytest.param("roberta", 2, {"context": 2}, 3, "ring", marks=pytest.mark.whole),  # not causal: test_attention.py
     pytest.param("mistral", 3, {"context": 3}, 3, "ulysses", marks=pytest.mark.whole),
     ("gemma3", 2, {"context": 2}, 1, "ulysses"),
+    ("gemma3", 2, {"context": 2}, 3, "ring"),
+    pytest.param("mistral", 3, {"context": 3}, 2, "ring", marks=pytest.mark.whole),
     pytest.param("llama", 4, {"context": 2, "tensor": 2}, 3, "ring", marks=pytest.mark.whole),
     pytest.param(
         "llama, 2 key heads", 8, {"data": 2, "tensor": 2, "context": 2}, 3, "ulysses", marks=pytest.mark.whole
@@ -99,7 +101,8 @@ def refusals():
     rank, batch = mesh.axis("context").rank, of_rows(2)
     cut = split_sequence(batch, mesh)
     own = {**cut, "shift_labels": None}
-    windowed = transformers.MistralConfig(**SMALL, intermediate_size=36, sliding_window=4)
+    in_chunks = {**SMALL, "attention_chunk_size": 4, "head_dim": 4}
+    chunked = transformers.Llama4TextConfig(**in_chunks, intermediate_size=36, intermediate_size_mlp=36)
     bad = [
         (lambda: context(nn.Linear(2, 2), mesh), "Linear is no model of transformers"),
         (lambda: context(build("llama"), mesh, method="rings"), "no method 'rings'"),
@@ -110,8 +113,8 @@ def refusals():
             "2 ranks of 'context' cannot share the 3 heads",
         ),
         (
-            lambda: context(transformers.MistralForCausalLM(windowed), mesh, method="ring"),
-            "Mistral.* no window of 4; write method='ulysses'",
+            lambda: context(transformers.Llama4ForCausalLM(chunked), mesh, method="ring"),
+            "Llama4.* not at chunks of 4; write method='ulysses'",
         ),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
@@ -119,16 +122,23 @@ def refusals():
         (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),
         (
             lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)),
-            "the rows whose sequences ranks of 'context' share must be",
+            "the rows whose sequences ranks of 'context' share, cut into .* must be",
         ),
         (
             lambda: stepped(mesh, split_sequence(batch, mesh, shift=False), "bert"),
             "computes its loss in a way of its own",
         ),
+        (
+            lambda: stepped(mesh, split_sequence(batch, mesh, chunks=Chunks.in_order(2))),
+            "cut into the chunks of zerofn.parallel.context, must be",
+        ),
         (lambda: split_sequence({"labels": batch["labels"]}, mesh), "the batch has no 'input_ids'"),
         (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "sequences of 6 tokens: pad them to 8"),
         (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "leaves tokens out"),
-        (lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4}, mesh), "do not count from 0"),
+        (
+            lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4 + 1}, mesh),
+            "begin with 0 and go on by 1",
+        ),
         (lambda: split_sequence({**batch, "weight": torch.ones(3)}, mesh), r"'weight' is \[3\]"),
     ]
     for call, message in some_of(bad, *bad[:2], *bad[4:7], *bad[11:]):
@@ -150,6 +160,45 @@ def refusals():
 
 def test_mistakes_are_sentences(ranks):
     ranks(2, refusals)
+
+
+def packed():
+    """Rows of 24 tokens with documents, which begin in the middle of chunks."""
+    lengths = [(5, 1, 9, 9), (20, 4)]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return {**{k: x.view(2, 24) for k, x in of_rows(6).items()}, "position_ids": positions}
+
+
+def on_packed_rows(name, method, chunks=None):
+    """(loss, gradients) of a rank."""
+    mesh, model = Mesh.make(context=-1), build(name)
+    context(model, mesh, method=method, chunks=chunks)
+    loss = model(**split_sequence(packed(), mesh, chunks=chunks)).loss
+    names, params = zip(*model.named_parameters(), strict=True)
+    return loss.detach(), dict(zip(names, torch.autograd.grad(loss, params), strict=True))
+
+
+@pytest.mark.part(name=["gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_documents_in_a_row_are_those_of_plain_torch(ranks, name, method):
+    with in_float64():
+        model = build(name)
+        loss = model(**packed(), use_cache=False).loss  # with a cache, transformers does not look for documents
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        names = [n for n, _ in model.named_parameters()]
+    for num_ranks, chunks in ((2, None), (2, Chunks.in_order(2)), (1, None)):
+        found = ranks(num_ranks, in_wide_numbers, name, method, chunks)
+        mean = sum(x for x, _ in found) / num_ranks
+        torch.testing.assert_close(mean, loss.detach(), rtol=1e-12, atol=0)
+        for param, expected in zip(names, grads, strict=True):
+            total = sum(x[param] for _, x in found) / num_ranks
+            torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-13)
+
+
+def in_wide_numbers(*given):
+    with in_float64():
+        return on_packed_rows(*given)
 
 
 def beside_a_plain_one():

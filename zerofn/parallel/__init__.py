@@ -3,6 +3,8 @@ maps between them.
 """
 
 from .attention import attention
+from .balance import balanced_chunks
+from .chunks import Chunks
 from .context import context
 from .cross_entropy import cross_entropy
 from .pipe import pipe
@@ -11,7 +13,18 @@ from .sequence import split_sequence
 from .tensor_parallel import tensor
 from .tiled_loss import tiled_loss
 
-__all__ = ["Slice", "attention", "context", "cross_entropy", "pipe", "split_sequence", "tensor", "tiled_loss"]
+__all__ = [
+    "attention",
+    "balanced_chunks",
+    "context",
+    "cross_entropy",
+    "pipe",
+    "split_sequence",
+    "tensor",
+    "tiled_loss",
+    "Chunks",
+    "Slice",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,12 @@
 """Attention over sequences that are cut along an axis of ranks, as plain functions.
 
 A rank has two chunks of each sequence: of 2 * size chunks, those number r and 2 * size - 1 - r ("zigzag"). So under a
-causal mask, where a token looks at those before it, all ranks have the same work.
+causal mask, where a token looks at those before it, all ranks have the same work. Other deals are `Chunks`.
 
 `ulysses` exchanges: each rank gets whole sequences of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). `ring` hands
 blocks of keys and values round, and adds up what each block contributes, relative to the greatest score seen so far
-(ring attention, arXiv:2310.01889).
+(ring attention, arXiv:2310.01889). With a layout, `ring` sends a rank the blocks of keys that its queries look at
+(`key_blocks.py`).
 """
 
 from __future__ import annotations
@@ -21,8 +22,15 @@ from ..collectives.maps import Exchange, Linear
 from ..comm.axes import CONTEXT
 from ..comm.current_mesh import axis_of, works_by_rank
 from ..comm.mesh import Axis
+from ..sparse.attention import What, check_part, pattern_of, with_logsumexp
+from ..sparse.blocks import Blocks
+from ..sparse.layout import Layout
+from ..sparse.part import Part
+from ..sparse.patterns import Sizes, everything
 from ..training.remat import remat
 from ..util.arguments import checked
+from .chunks import Chunks, chunks_for
+from .key_blocks import of_blocks
 
 METHODS = ("ulysses", "ring")
 
@@ -32,17 +40,17 @@ class SequencesOfHeads:
     """[..., H, s, D] on each rank, its chunks of all heads -> [..., H / size, size * s, D], its heads' sequences."""
 
     axis: Axis
+    chunks: Chunks
 
     @property
     def transpose(self) -> HeadsOfChunks:
         """The way back: the map only moves elements."""
-        return HeadsOfChunks(self.axis)
+        return HeadsOfChunks(self.axis, self.chunks)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """One exchange, and the chunks in order."""
         rows = x.unflatten(-3, (self.axis.size, -1)).movedim(-4, 0)
-        first, last = _exchanged(rows, self.axis).chunk(2, -2)
-        return (torch.cat([*first.unbind(0), *reversed(last.unbind(0))], -2),)
+        return (self.chunks.whole(_exchanged(rows, self.axis), -2),)
 
 
 @dataclass(frozen=True)
@@ -50,25 +58,23 @@ class HeadsOfChunks:
     """[..., H / size, size * s, D] on each rank, its heads' sequences -> [..., H, s, D], its chunks of all heads."""
 
     axis: Axis
+    chunks: Chunks
 
     @property
     def transpose(self) -> SequencesOfHeads:
         """The way back: the map only moves elements."""
-        return SequencesOfHeads(self.axis)
+        return SequencesOfHeads(self.axis, self.chunks)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The chunks by rank, and one exchange."""
-        chunks = x.chunk(2 * self.axis.size, -2)
-        pairs = zip(chunks[: self.axis.size], reversed(chunks[self.axis.size :]), strict=True)
-        rows = torch.stack([torch.cat(pair, -2) for pair in pairs])
-        return (_exchanged(rows, self.axis).movedim(0, -4).flatten(-4, -3),)
+        return (_exchanged(self.chunks.parts(x, -2), self.axis).movedim(0, -4).flatten(-4, -3),)
 
 
 def _exchanged(rows: Tensor, axis: Axis) -> Tensor:
     return Exchange(axis)(rows.reshape(axis.size, -1))[0].view(rows.shape)
 
 
-@checked()
+@checked("q", "k", "v", "axis", "method", "causal", "scale", "mask", "chunks")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -79,6 +85,8 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     mask: Tensor | None = None,
+    layout: What | None = None,
+    chunks: Chunks | None = None,
 ) -> Tensor:
     """Attention of a rank's part of each sequence to the whole sequence.
 
@@ -87,27 +95,43 @@ def attention(
     `method`: "ulysses", two exchanges and torch's own attention, for which the ranks have to divide H; "ring", for any
     number of heads. `causal`: whether a token looks only at those before it, and itself. `scale`: of the scores, by
     default D ** -0.5. `mask` [.., S, S] of booleans: in place of `causal`, the tokens that each token of the whole
-    sequence looks at, the same for all heads; by "ulysses" alone.
+    sequence looks at, the same for all heads; by "ulysses" alone. `layout`: which keys besides `causal` a query looks
+    at, as of `zerofn.sparse.attention`, with places in the whole sequence and the heads of all ranks; the same on all
+    ranks. In a ring a rank then gets the blocks of keys alone that a pattern names for its queries; documents that
+    the batch says (`sparse.documents`) are masked, and do not change what is sent. `chunks`: the deal by which
+    `split_sequence` cut, by default an early and a late chunk.
 
     -> [B, H, s, E] in the dtype of `q`. All ranks must call it. Raises `ValueError` for heads that ranks cannot share,
-    for an odd s, for a mask of another shape or in a ring, for an unknown method and for an axis that is not there.
+    for an s that the chunks do not divide, for a mask of another shape or in a ring, for a mask beside a layout, in a
+    ring for blocks that the step chooses and for a `sparse.Layout`, for an unknown method and for an axis that is not
+    there.
 
     >>> x = torch.randn(1, 2, 4, 8)
     >>> attention(x, x, x, axis="data").shape
     torch.Size([1, 2, 4, 8])
     """
     where = axis_of(axis)
-    _check(q, k, where, method)
+    dealt = chunks_for(where.size, chunks, "attention")
+    _check(q, k, where, method, dealt)
     if mask is not None:
         _check_mask(mask, where.size * q.shape[-2], method, where)
+    if layout is not None:
+        _check_layout((q, k, v), layout, mask, method, where)
     if where.size == 1:
-        return _whole(q, k, v, causal, scale, mask)
+        return _whole(q, k, v, causal, scale, mask, layout)
     if method == "ring":
+        if layout is None and dealt != Chunks.early_and_late(where.size):
+            layout = everything
+        if layout is not None:
+            return of_blocks(q, k, v, where, dealt, pattern_of(layout), causal, scale)
         return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    there, back = SequencesOfHeads(where), HeadsOfChunks(where)
-    k, v = (_for_ranks(x, q.shape[-3], where.size) for x in (k, v))
+    there, back = SequencesOfHeads(where, dealt), HeadsOfChunks(where, dealt)
+    heads = q.shape[-3]
+    k, v = (_for_ranks(x, heads, where.size) for x in (k, v))
     q, k, v = (Linear.apply(there, x)[0] for x in (q, k, v))
-    return Linear.apply(back, _whole(q, k, v, causal, scale, mask))[0]
+    length = q.shape[-2]
+    part = Part(Sizes(heads, length, length), where.rank * q.shape[-3], ((0, length),), ((0, length),))
+    return Linear.apply(back, _whole(q, k, v, causal, scale, mask, layout, part))[0]
 
 
 def check_method(what: str, method: str) -> None:
@@ -116,7 +140,7 @@ def check_method(what: str, method: str) -> None:
         raise ValueError(f"{what}: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
 
 
-def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
+def _check(q: Tensor, k: Tensor, axis: Axis, method: str, chunks: Chunks) -> None:
     for name, x in (("q", q), ("k", k)):
         if x.dim() < 3:
             raise ValueError(f"attention: {name} must be [..., heads, tokens, width], got {list(x.shape)}.")
@@ -129,10 +153,11 @@ def _check(q: Tensor, k: Tensor, axis: Axis, method: str) -> None:
             f"attention: {axis.size} ranks of {axis.name!r} cannot share {heads} heads; write method='ring', which "
             "cuts no heads."
         )
-    if axis.size > 1 and (size % 2 or k.shape[-2] != size):
+    if axis.size > 1 and (size % chunks.each or k.shape[-2] != size):
+        two = {1: "a chunk", 2: "two chunks of one size"}.get(chunks.each, f"{chunks.each} chunks of one size")
         raise ValueError(
-            f"attention: expected two chunks of one size, of queries and of keys, got {size} and {k.shape[-2]} tokens; "
-            "cut batches by zerofn.parallel.split_sequence."
+            f"attention: expected {two}, of queries and of keys, got {size} and {k.shape[-2]} tokens; cut batches by "
+            "zerofn.parallel.split_sequence."
         )
 
 
@@ -143,6 +168,26 @@ def _check_mask(mask: Tensor, length: int, method: str, axis: Axis) -> None:
         raise ValueError(
             f"attention: mask must be booleans [.., 1, {length}, {length}], for each token of whole sequences the "
             f"tokens that it looks at, got {mask.dtype} {list(mask.shape)}."
+        )
+
+
+def _check_layout(
+    qkv: tuple[Tensor, Tensor, Tensor], layout: What, mask: Tensor | None, method: str, axis: Axis
+) -> None:
+    if mask is not None:
+        raise ValueError("attention: a mask and a layout are two answers to one question; give the layout alone.")
+    if axis.size == 1:
+        return
+    check_part(*qkv, layout, qkv[0].shape[-2] * axis.size)
+    if isinstance(layout, Layout) and (method == "ring" or layout.sizes.heads > 1):
+        raise ValueError(
+            "attention: a sparse.Layout is of whole sequences and all heads, and a rank has a part of them; give the "
+            "pattern that it was made of."
+        )
+    if isinstance(layout, Blocks) and method == "ring":
+        raise ValueError(
+            "attention: method='ring' sends blocks of keys that are known before a step, and none that it chooses; "
+            "write method='ulysses', with the index of the whole sequence."
         )
 
 
@@ -158,7 +203,19 @@ def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
     return x.repeat_interleave(wanted // groups, -3)
 
 
-def _whole(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, mask: Tensor | None = None) -> Tensor:
+def _whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    mask: Tensor | None,
+    layout: What | None,
+    part: Part | None = None,
+) -> Tensor:
+    """Attention over whole sequences. `part`: which heads these are."""
+    if layout is not None:
+        return with_logsumexp(q, k, v, layout, is_causal=causal, scale=scale, part=part)[0]
     attend = torch.nn.functional.scaled_dot_product_attention
     grouped = q.shape[-3] != k.shape[-3]
     if mask is None:

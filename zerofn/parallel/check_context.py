@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ..comm.mesh import Axis
 from ..util.process import the
+from .chunks import Chunks
 from .local_ranks import mesh_of, on_ranks, without_modes
-from .sequence import part_of_row, split_sequence
+from .sequence import split_sequence
 from .small_twin import (
     LIMIT,
     NoTwin,
@@ -176,7 +177,7 @@ class _Check:
 
         def run(rank: int) -> _Found:
             batch = split_sequence({"input_ids": self._ids}, meshes[rank])
-            return self._run(models[rank], batch, lambda x: part_of_row(x, rank, size, 1))
+            return self._run(models[rank], batch, lambda x: Chunks.early_and_late(size).part(x, rank, 1))
 
         return lambda: on_ranks(size, run)
 
@@ -199,7 +200,7 @@ class _Check:
                 f"asks for another attention than full one over all tokens, or all before one: with that, its outputs "
                 f"on a whole row are off by {off:.1g} of the largest. Use other axes."
             )
-        each = [part_of_row(self._plain.out, rank, self._parts, 1) for rank in range(self._parts)]
+        each = [Chunks.early_and_late(self._parts).part(self._plain.out, rank, 1) for rank in range(self._parts)]
         off = max(difference(x.out, y) for x, y in zip(found, each, strict=True))
         if not off <= LIMIT:
             return (

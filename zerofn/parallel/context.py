@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -15,11 +15,16 @@ from torch import Tensor, nn
 from ..collectives.maps import AllGather, CheckedSame, Linear
 from ..comm.axes import CONTEXT
 from ..comm.mesh import Axis, Mesh
+from ..ops.block_attention import NUMBERS
+from ..sparse.part import places as places_of
+from ..sparse.patterns import Pattern, Spans
 from ..util.arguments import checked
 from ..util.patches import Patches, Replacement
 from .applied_once import once
 from .attention import METHODS, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
+from .chunks import Chunks, chunks_for
+from .windows import window_of
 
 _FOREIGN = ("position_bias", "s_aux", "softcap")  # what other attention has, and this one has not
 _MASKED = {"full_attention", "sliding_attention", "chunked_attention"}  # layers that differ in their mask alone
@@ -27,15 +32,23 @@ _masks: ContextVar[_Masks | None] = ContextVar("masks", default=None)  # of a mo
 _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that do not shift labels
 
 
+class _Made(NamedTuple):
+    """A mask of whole sequences that a model was given. `window`: what it stands for, if it is no mask itself."""
+
+    mask: Tensor
+    window: Pattern | None
+
+
 class _Masks(NamedTuple):
-    """What masks a model's call asks for. `made`: those of whole sequences."""
+    """What masks a model's call asks for, and gets. `documents`: those of its rows, if they have several."""
 
     axis: Axis
-    made: list[Tensor]
+    made: list[_Made]
+    documents: Spans | None
 
 
 @checked()
-def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
+def context(model: nn.Module, mesh: Mesh, *, method: str | None = None, chunks: Chunks | None = None) -> None:
     """Let a model of transformers compute with parts of sequences, over the mesh's axis "context".
 
         mesh = zerofn.Mesh.make(data=-1, context=2)
@@ -48,8 +61,8 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
     registered with transformers by the names "zerofn_ulysses" and "zerofn_ring", and the model is switched to one of
     them. Its forward then takes what `split_sequence` returns, and its loss is such that the mean over ranks is that of
     whole sequences. Ranks compare their rows in every step. Positions are those that the model itself counts: RoBERTa
-    and its kin begin with their padding's number + 1, and skip padding. Layers may look at windows or chunks of tokens,
-    with "ulysses".
+    and its kin begin with their padding's number + 1, and skip padding. Layers may look at windows of tokens, and with
+    "ulysses" at chunks. `chunks`: the deal that `split_sequence` was given; see `balanced_chunks`.
 
     Before, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
     outputs and gradients must be the same to 1e-6. If no small one can be made, the log says so.
@@ -69,13 +82,14 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None) -> None:
         unshared = isinstance(heads, int) and heads % (axis.size * _shares_of_heads(mesh))
         method = "ring" if unshared else "ulysses"
     check_method("context", method)
+    dealt = chunks_for(axis.size, chunks, "context")
     once("context", model)
     ways = Ways()
     if axis.size > 1:
         _check(model, name, config, axis, _shares_of_heads(mesh), method)
         _register()
         ways = check_context(model, axis, method, functools.partial(_cut, method))
-    _cut(method, model, axis, ways)
+    _cut(method, model, axis, ways, dealt)
 
 
 def _shares_of_heads(mesh: Mesh) -> int:
@@ -83,13 +97,22 @@ def _shares_of_heads(mesh: Mesh) -> int:
     return math.prod(axis.size for axis in mesh.partial)
 
 
-def _cut(method: str, model: Any, axis: Axis, ways: Ways) -> None:
+class _Cut(NamedTuple):
+    """How a model's sequences are cut."""
+
+    axis: Axis
+    ways: Ways
+    chunks: Chunks
+
+
+def _cut(method: str, model: Any, axis: Axis, ways: Ways, chunks: Chunks | None = None) -> None:
     """Let the model compute with parts of sequences."""
+    cut = _Cut(axis, ways, Chunks.early_and_late(axis.size) if chunks is None else chunks)
     _copy_configs(model)
     config = model.config.get_text_config()
     if axis.size > 1 or ways.rehearsed:
-        _switch(model, config, axis, method, ways)
-    model.forward = _of_parts(model, model.forward, config, axis, f"zerofn_{method}", ways)
+        _switch(model, config, method, cut)
+    model.forward = _of_parts(model, model.forward, config, f"zerofn_{method}", cut)
 
 
 def _copy_configs(model: nn.Module) -> None:
@@ -100,13 +123,13 @@ def _copy_configs(model: nn.Module) -> None:
             part.config = copy.deepcopy(part.config, memo)
 
 
-def _switch(model: Any, config: Any, axis: Axis, method: str, ways: Ways) -> None:
+def _switch(model: Any, config: Any, method: str, cut: _Cut) -> None:
     """Let the model's attention be ours."""
     model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
         raise TypeError(f"context: the attention of {type(model).__name__} is code of its own, and cannot be replaced.")
     for part in model.modules():
-        part.zerofn_axis, part.zerofn_ways = axis, ways  # attention is handed its module
+        part.zerofn_cut = cut  # attention is handed its module
 
 
 def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
@@ -142,25 +165,30 @@ def _mask(
     device: Any = None,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
     **_: Any,
 ) -> Tensor | None:
     """What transformers asks for a mask: attention knows by itself what is before a token. Of layers that look at a
-    window, it is the mask of whole sequences. A mask that the model makes goes to attention, which refuses it unless it
+    window, it is something that stands for that; of layers that look at a chunk, and where attention by layouts is not
+    computed, the mask of whole sequences. A mask that the model makes goes to attention, which refuses it unless it
     hides nothing.
     """
     call = _masks.get()
     if local_size is None or call is None:
         return attention_mask
+    window, length = window_of(mask_function), q_length * call.axis.size
+    if window is not None and dtype in NUMBERS and torch.device(device or "cpu").type == "cpu":
+        call.made.append(_Made(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, q_length, length), window))
+        return call.made[-1].mask
     if method == "ring" and call.axis.size > 1:
         raise ValueError(
-            f"attention over a cut sequence looks at all tokens before one, and no window of {local_size}; write "
-            "method='ulysses'"
+            "attention over a cut sequence looks at all tokens before one, or in float32, float64 and bfloat16 on the "
+            f"CPU at a window, and not at chunks of {local_size}; write method='ulysses'"
         )
-    place = torch.arange(q_length * call.axis.size, device=device)
+    place = torch.arange(length, device=device)
     first = place.new_zeros(1, 1, 1, 1)  # of all rows and heads
-    found = mask_function(first, first, place[:, None][None, None], place[None, None, None])
-    call.made.append(found)
-    return found
+    call.made.append(_Made(mask_function(first, first, place[:, None][None, None], place[None, None, None]), None))
+    return call.made[-1].mask
 
 
 def _attend(
@@ -184,20 +212,28 @@ def _attend(
             f"attention over a cut sequence does not know {what}, which {name} asks for; set it to nothing in the "
             "model's config."
         )
-    call = _masks.get()
-    mask = attention_mask if call is not None and any(attention_mask is x for x in call.made) else None
-    if mask is None and more.get("sliding_window") is not None:
+    call, cut = _masks.get(), module.zerofn_cut
+    made = next((x for x in (call.made if call is not None else ()) if x.mask is attention_mask), None)
+    if made is None and more.get("sliding_window") is not None:
         raise ValueError(
             f"attention over a cut sequence was asked by {name} for a window, and was given no mask of it."
         )
-    if attention_mask is not None and mask is None and not module.zerofn_ways.makes_masks:
+    if attention_mask is not None and made is None and not cut.ways.makes_masks:
         raise ForeignMask(f"attention over a cut sequence knows no mask, and {name} is given one that its model makes.")
     note_attention()
     if is_causal is None:  # a mask that hides nothing is that of an encoder
         is_causal = getattr(module, "is_causal", attention_mask is None)
-    out = attention(
-        query, key, value, axis=module.zerofn_axis, method=method, causal=is_causal, scale=scaling, mask=mask
-    )
+    given: dict[str, Any] = {"causal": is_causal, "scale": scaling, "chunks": cut.chunks}
+    documents = None if call is None else call.documents
+    if made is None:
+        given["layout"] = documents
+    elif made.window is not None:
+        given |= {"causal": False, "layout": made.window if documents is None else made.window & documents}
+    elif documents is None:
+        given["mask"] = made.mask
+    else:
+        raise ValueError(f"attention over a cut sequence knows no chunks of documents, for which {name} asks.")
+    out = attention(query, key, value, axis=cut.axis, method=method, **given)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -221,39 +257,36 @@ _one_row = Patches(_replacements)
 
 
 def _of_parts(
-    model: Any, forward: Callable[..., Any], config: Any, axis: Axis, implementation: str, ways: Ways
+    model: Any, forward: Callable[..., Any], config: Any, implementation: str, cut: _Cut
 ) -> Callable[..., Any]:
     """Return the model's forward for what `split_sequence` returns."""
+    axis, name = cut.axis, type(model).__name__
 
     @functools.wraps(forward)
-    def run(*args: Any, row_digest: Tensor | None = None, items_per_row: Tensor | None = None, **inputs: Any) -> Any:
-        if row_digest is None or "position_ids" not in inputs:
-            raise ValueError(
-                f"{type(model).__name__} computes with parts of sequences: cut the batch by "
-                "zerofn.parallel.split_sequence(batch, mesh), and call the model with all that it returns."
-            )
-        if inputs.get("attention_mask") is not None:
-            raise ValueError(
-                f"{type(model).__name__}: attention over a cut sequence looks at all tokens, or all before one, and "
-                "knows no attention_mask; leave it out."
-            )
+    def run(
+        *args: Any,
+        row_digest: Tensor | None = None,
+        items_per_row: Tensor | None = None,
+        document_spans: Tensor | None = None,
+        **inputs: Any,
+    ) -> Any:
+        _check_inputs(name, inputs, row_digest)
+        assert row_digest is not None
         if axis.size > 1 and config._attn_implementation != implementation:
             raise ValueError(
-                f"{type(model).__name__}: its attention is {config._attn_implementation!r} now, which sees a rank's "
+                f"{name}: its attention is {config._attn_implementation!r} now, which sees a rank's "
                 f"part of the sequences alone; leave it {implementation!r}, as zerofn.parallel.context has set it."
             )
-        places = inputs.pop("position_ids")
+        positions = inputs.pop("position_ids")
         if axis.size > 1:
-            # Adds nothing; if rows differ, all ranks raise.
-            (digest,) = Linear.apply(
-                CheckedSame(axis, f"the rows whose sequences ranks of {axis.name!r} share"), row_digest
+            inputs["position_ids"] = _positions(
+                name, inputs.get("input_ids"), positions, document_spans, row_digest, cut
             )
-            places = places + 0 * digest.unsqueeze(-1)
-            if ways.padding is not None:
-                places = _counted_places(inputs["input_ids"], places, ways.padding, axis)
-            inputs["position_ids"] = places
+        elif document_spans is not None:
+            inputs["position_ids"] = positions  # by which the model tells documents apart, where it has no cache
+            inputs |= {"use_cache": False} if getattr(config, "use_cache", False) else {}
         if inputs.get("labels") is None:
-            return _run(forward, axis, *args, **inputs)
+            return _run(forward, axis, document_spans, *args, **inputs)
         inputs |= _counted(model, inputs, items_per_row, axis)
         asked: list[bool] = []
         loss_function = model.loss_function
@@ -264,12 +297,12 @@ def _of_parts(
 
         model.loss_function = noted
         try:
-            out = _run(forward, axis, *args, **inputs)
+            out = _run(forward, axis, document_spans, *args, **inputs)
         finally:
             model.loss_function = loss_function
         if asked != [True]:
             raise ValueError(
-                f"{type(model).__name__} computes its loss in a way of its own, which would take a rank's part of a "
+                f"{name} computes its loss in a way of its own, which would take a rank's part of a "
                 "sequence for a whole one. Call it without labels, and compute the loss from its logits: "
                 "size * (sum over the rank's labels) / items_per_row.sum(), with the size of the axis 'context'."
             )
@@ -278,8 +311,23 @@ def _of_parts(
     return run
 
 
-def _run(forward: Callable[..., Any], axis: Axis, /, *args: Any, **inputs: Any) -> Any:
-    token = _masks.set(_Masks(axis, []))
+def _check_inputs(name: str, inputs: Mapping[str, Any], row_digest: Tensor | None) -> None:
+    if row_digest is None or "position_ids" not in inputs:
+        raise ValueError(
+            f"{name} computes with parts of sequences: cut the batch by zerofn.parallel.split_sequence(batch, mesh), "
+            "and call the model with all that it returns."
+        )
+    if inputs.get("attention_mask") is not None:
+        raise ValueError(
+            f"{name}: attention over a cut sequence looks at all tokens, or all before one, and knows no "
+            "attention_mask; leave it out."
+        )
+
+
+def _run(forward: Callable[..., Any], axis: Axis, spans: Tensor | None, /, *args: Any, **inputs: Any) -> Any:
+    if axis.size == 1 and spans is not None:
+        return forward(*args, **inputs)
+    token = _masks.set(_Masks(axis, [], None if spans is None else Spans(spans)))
     try:
         with _one_row:
             return forward(*args, **inputs)
@@ -287,13 +335,33 @@ def _run(forward: Callable[..., Any], axis: Axis, /, *args: Any, **inputs: Any) 
         _masks.reset(token)
 
 
-def _counted_places(ids: Tensor, places: Tensor, padding: int, axis: Axis) -> Tensor:
+def _positions(name: str, ids: Any, positions: Tensor, spans: Tensor | None, digest: Tensor, cut: _Cut) -> Tensor:
+    """Return the positions of a rank's tokens as the model counts them. If ranks have other rows, or other chunks of
+    them, all ranks raise.
+    """
+    axis, length = cut.axis, positions.shape[-1] * cut.axis.size
+    if length % cut.chunks.num == 0:
+        places = places_of(cut.chunks.runs(axis.rank, length)).to(positions.device)
+        expected = places if spans is None else places - spans[..., 0].index_select(-1, places)
+        digest = digest + ((positions - expected) * (places + 1)).sum(-1)
+    what = f"the rows whose sequences ranks of {axis.name!r} share, cut into the chunks of zerofn.parallel.context,"
+    (digest,) = Linear.apply(CheckedSame(axis, what), digest)
+    positions = positions + 0 * digest.unsqueeze(-1)  # adds nothing
+    if cut.ways.padding is None:
+        return positions
+    if spans is not None:
+        raise ValueError(
+            f"{name} counts positions by its padding, and knows no documents in a row; give each a row of its own."
+        )
+    return _counted_places(ids, positions, cut.ways.padding, cut)
+
+
+def _counted_places(ids: Tensor, places: Tensor, padding: int, cut: _Cut) -> Tensor:
     """Return the positions of a rank's tokens [B, s] as models of RoBERTa's kind count them: the first token that is no
     padding has padding + 1, and padding itself has `padding`. `places`: of the tokens in their rows.
     """
-    (parts,) = Linear.apply(AllGather(axis), (ids != padding).long())
-    first, last = parts.unflatten(-1, (axis.size, 2, -1)).unbind(-2)
-    counts = torch.cat([first.flatten(-2), last.flip(-2).flatten(-2)], -1)
+    (parts,) = Linear.apply(AllGather(cut.axis), (ids != padding).long())
+    counts = cut.chunks.whole(parts.unflatten(-1, (cut.axis.size, -1)).movedim(-2, 0))
     return (counts.cumsum(-1) * counts + padding).gather(-1, places)
 
 

@@ -13,7 +13,8 @@ from ..ops.block_attention import Keys
 from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
-from .patterns import Both, Causal, Documents, Everything, Function, Pattern, Sizes
+from .part import OfPart, Part, places
+from .patterns import Both, Causal, Documents, Everything, Function, Pattern, Sizes, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -59,12 +60,14 @@ def with_logsumexp(
     is_causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return what `attention` does, and the logarithm of each query's sum of exp(score), [B, H, L] in float32, or in
-    float64: by it, attention to other keys is added to this. -inf of a query without a key.
+    float64: by it, attention to other keys is added to this. -inf of a query without a key. `part`: what q, k and v are
+    of a whole attention, if they are not all of it; the layout is of the whole.
     """
     sizes = _check(q, k, v, dropout)
-    keys, pairs = _keys(layout, q, sizes, is_causal)
+    keys, pairs = _keys(layout, q, sizes, is_causal, part)
     seed = torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu") if dropout else None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.zerofn.block_attention.default
@@ -95,22 +98,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
     return Sizes(q.shape[1], q.shape[2], k.shape[2])
 
 
-def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool) -> tuple[Keys, int]:
+def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool, part: Part | None) -> tuple[Keys, int]:
     """Return the operation's arguments, and the pairs of tokens in the tiles that it computes."""
     batch = q.shape[0]
     if isinstance(what, Blocks):
-        return _of_blocks(what, batch, sizes, is_causal)
-    if not isinstance(what, Pattern | Layout):
-        what = _of_function(what)
+        return _of_blocks(what, batch, sizes, is_causal, part)
+    if not isinstance(what, Layout):
+        what = pattern_of(what)
     spans: list[Tensor] = []
     if isinstance(what, Pattern):
-        rest: list[Pattern] = [Everything(), *([Causal()] if is_causal else [])]
-        for factor in _factors(what):
-            if isinstance(factor, Documents) and not _is_static(factor):
-                spans.append(_spans(factor, batch, sizes))
-            else:
-                rest.append(factor)
-        what, is_causal = _known(functools.reduce(Both, rest), sizes), False
+        rest, said = known_part(what, is_causal, _is_static)
+        spans = [_spans(x, batch, sizes, part) for x in said]
+        what, is_causal = _known(rest if part is None else OfPart(rest, part), sizes), False
     if what.sizes.heads not in (1, sizes.heads) or what.sizes[1:] != sizes[1:]:
         raise ValueError(
             f"sparse.attention: the layout is of {what.sizes.heads} heads, {what.sizes.queries} queries and "
@@ -121,13 +120,33 @@ def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool) -> tuple[Keys, i
     return Keys(what.starts, what.runs, what.bits, None, span, what.tile, what.tile, is_causal), pairs
 
 
-def _of_function(function: object) -> Pattern:
-    if not callable(function):
+def pattern_of(what: object) -> Pattern:
+    """Return a pattern, or a function as one. Raises `TypeError` for anything else."""
+    if isinstance(what, Pattern):
+        return what
+    if not callable(what):
         raise TypeError(
             "sparse.attention: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
-            f"{type(function).__name__}; of an index tensor write sparse.chosen(index, block)."
+            f"{type(what).__name__}; of an index tensor write sparse.chosen(index, block)."
         )
-    return Function(function)
+    return Function(what)
+
+
+def known_part(
+    what: Pattern, is_causal: bool, is_known: Callable[[Documents], bool]
+) -> tuple[Pattern, list[Documents | Spans]]:
+    """Return (what of a pattern is known before the step, documents that are not): it allows what all of these do.
+
+    `is_causal`: whether that is one factor more. `is_known`: whether documents are.
+    """
+    known: list[Pattern] = [Everything(), *([Causal()] if is_causal else [])]
+    said: list[Documents | Spans] = []
+    for factor in _factors(what):
+        if isinstance(factor, Spans) or isinstance(factor, Documents) and not is_known(factor):
+            said.append(factor)
+        else:
+            known.append(factor)
+    return functools.reduce(Both, known), said
 
 
 def _factors(x: Pattern) -> list[Pattern]:
@@ -141,24 +160,51 @@ def _known(pattern: Pattern, sizes: Sizes) -> Layout:
         return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
 
 
+def are_numbers(documents: Documents) -> bool:
+    """Return whether the ends of documents are there, and the same for all rows."""
+    return type(documents.ends) is Tensor and documents.ends.dim() == 1
+
+
 def _is_static(documents: Documents) -> bool:
     """Return whether a capture may take documents as a constant; without one, their spans are less work."""
-    return type(documents.ends) is Tensor and documents.ends.dim() == 1 and current_trace() is not None
+    return are_numbers(documents) and current_trace() is not None
 
 
 def _narrower(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])], -1)
 
 
-def _spans(of: Documents, batch: int, sizes: Sizes) -> Tensor:
-    ends = of.ends
+def _spans(of: Documents | Spans, batch: int, sizes: Sizes, part: Part | None) -> Tensor:
+    """Return of each query the first key and the one behind the last, int32 [batch or 1, queries, 2]."""
+    spans = of.ends if isinstance(of, Spans) else _of_ends(of, batch, sizes if part is None else part.sizes)
+    if part is None:
+        return spans
+    spans = spans.index_select(1, places(part.queries).to(spans.device))
+    return torch.searchsorted(places(part.keys).to(spans.device), spans.long(), out_int32=True)
+
+
+def _of_ends(of: Documents, batch: int, sizes: Sizes) -> Tensor:
     if sizes.queries != sizes.keys:
         raise ValueError(f"sparse.documents: {sizes.queries} queries and {sizes.keys} keys are not of one row.")
+    _check_documents(of, batch, sizes.queries)
+    return of.spans(sizes.queries)
+
+
+def check_part(q: Tensor, k: Tensor, v: Tensor, what: What, num: int) -> None:
+    """Raise, before anything is sent, what attention by a layout raises of parts of rows of `num` tokens."""
+    _check(q, k, v, 0.0)
+    if not isinstance(what, Layout | Blocks):
+        for factor in _factors(pattern_of(what)):
+            if isinstance(factor, Documents):
+                _check_documents(factor, q.shape[0], num)
+
+
+def _check_documents(of: Documents, batch: int, num: int) -> None:
+    ends = of.ends
     if ends.dim() == 2 and len(ends) not in (1, batch):
         raise ValueError(f"sparse.documents: cu_seqlens of {len(ends)} rows, and the batch has {batch}.")
     if type(ends) is Tensor and ends.device.type == "cpu":
-        check_ends(ends, sizes.queries)
-    return of.spans(sizes.queries)
+        check_ends(ends, num)
 
 
 def check_ends(ends: Tensor, num: int) -> None:
@@ -172,8 +218,10 @@ def check_ends(ends: Tensor, num: int) -> None:
         )
 
 
-def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool) -> tuple[Keys, int]:
+def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool, part: Part | None) -> tuple[Keys, int]:
     index, num = what.numbers, -(-sizes.queries // what.block_q)
+    if part is not None and index.shape[1] == part.sizes.heads:
+        index = index.narrow(1, part.first_head, sizes.heads)
     if index.shape[0] not in (1, batch) or index.shape[1] not in (1, sizes.heads) or index.shape[2] != num:
         raise ValueError(
             f"sparse.attention: the index must be [{batch} or 1, {sizes.heads} or 1, {num}, k] for {sizes.queries} "

@@ -67,16 +67,29 @@ def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: in
     Layout of 256 queries and 256 keys, all heads: 7 of 16 tiles of 64, 43.8 % of the pairs
     """
     sizes = Sizes(heads, queries, queries if keys is None else keys)
-    tile = min(WORD, pattern.tile)
+    tile = tile_of(pattern)
     tiles = _tiles(sizes, tile)
-    status = pattern.status(tiles, sizes)
-    if len(status) == 1 and heads > 1 and _differs(pattern, sizes):
-        status = status.repeat(heads, 1, 1)
-    status, bits, rows, in_part = _looked_at(pattern, sizes, tile, status)
+    status, bits, rows, in_part = _asked(pattern, sizes, tiles, tile)
     starts, runs = _runs(status, rows, keys=sizes.keys, tile=tile)
-    area = (tiles.q1 - tiles.q0 + 1) * (tiles.k1 - tiles.k0 + 1)
-    computed, full = (int((area * tiles_of).sum()) for tiles_of in (status > NONE, status == FULL))
+    computed, full = (int((areas(tiles) * tiles_of).sum()) for tiles_of in (status > NONE, status == FULL))
     return Layout(sizes._replace(heads=len(status)), tile, status, starts, runs, bits, computed, full + in_part)
+
+
+def tile_of(pattern: Pattern) -> int:
+    """Return the queries and keys of a tile of a pattern's layout."""
+    return min(WORD, pattern.tile)
+
+
+def statuses_of(pattern: Pattern, sizes: Sizes, tiles: Tiles) -> Tensor:
+    """Return what a pattern allows of tiles that have at most `tile_of(pattern)` queries and keys, int8 [heads or 1,
+    tiles of queries, tiles of keys].
+    """
+    return _asked(pattern, sizes, tiles, tile_of(pattern))[0]
+
+
+def areas(tiles: Tiles) -> Tensor:
+    """Return the pairs of tokens of tiles, int64 [tiles of queries, tiles of keys]."""
+    return (tiles.q1 - tiles.q0 + 1) * (tiles.k1 - tiles.k0 + 1)
 
 
 def _tiles(sizes: Sizes, tile: int) -> Tiles:
@@ -86,22 +99,28 @@ def _tiles(sizes: Sizes, tile: int) -> Tiles:
 
 
 def _differs(pattern: Pattern, sizes: Sizes) -> bool:
-    """Return whether a pattern looks at the number of a head."""
+    """Return whether a pattern looks at the number of a head, of several."""
+    if sizes.heads == 1:
+        return False
     place = torch.zeros(1, 1, 1, dtype=torch.int64)
     found = pattern.allowed(torch.arange(sizes.heads)[:, None, None], place, place, sizes)
     return found.dim() == 3 and len(found) == sizes.heads
 
 
-def _looked_at(pattern: Pattern, sizes: Sizes, tile: int, status: Tensor) -> tuple[Tensor, Tensor | None, Tensor, int]:
-    """Ask a pattern about all tokens of the tiles of which nothing else is known. Return the status, with `PARTIAL`
-    where a tile is so; bits; the row of each such tile there; and how many pairs these allow.
+def _asked(pattern: Pattern, sizes: Sizes, tiles: Tiles, tile: int) -> tuple[Tensor, Tensor | None, Tensor, int]:
+    """Ask a pattern about tiles, and about all tokens of those of which nothing else is known. Return the status, with
+    `PARTIAL` where a tile is so; bits; the row of each such tile there; and how many pairs these allow.
     """
-    in_tile, status, found = torch.arange(tile), status.clone(), []
+    status = pattern.status(tiles, sizes)
+    status = status.repeat(sizes.heads if len(status) == 1 and _differs(pattern, sizes) else 1, 1, 1)
+    in_tile, found = torch.arange(tile), []
     num = 0
     for part in (status == PARTIAL).nonzero().split(max(1, _AT_ONCE // tile**2)):
-        query, key = (part[:, i, None] * tile + in_tile for i in (1, 2))
-        real = (query < sizes.queries)[:, :, None] & (key < sizes.keys)[:, None]
-        query, key = query.clamp(max=sizes.queries - 1)[:, :, None], key.clamp(max=sizes.keys - 1)[:, None]
+        of_query, of_key = part[:, 1], part[:, 2]
+        query, key = tiles.q0[of_query] + in_tile, tiles.k0[0, of_key][:, None] + in_tile
+        last_query, last_key = tiles.q1[of_query], tiles.k1[0, of_key][:, None]
+        real = (query <= last_query)[:, :, None] & (key <= last_key)[:, None]
+        query, key = query.minimum(last_query)[:, :, None], key.minimum(last_key)[:, None]
         allowed = pattern.allowed(part[:, 0, None, None], query, key, sizes).expand(real.shape) & real
         none, full = ~allowed.flatten(1).any(1), (allowed | ~real).flatten(1).all(1)
         status[tuple(part[none].T)], status[tuple(part[full].T)] = NONE, FULL

@@ -155,6 +155,23 @@ class Window(Pattern):
 
 
 @dataclass(frozen=True)
+class Band(Pattern):
+    """The keys whose place is that of the query, and `low` to `high` more."""
+
+    low: int
+    high: int
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """From `low` to `high` behind it."""
+        return (key - query >= self.low) & (key - query <= self.high)
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the tile's corners."""
+        least, most = tiles.k0 - tiles.q1, tiles.k1 - tiles.q0
+        return statuses((least >= self.low) & (most <= self.high), (most < self.low) | (least > self.high))
+
+
+@dataclass(frozen=True)
 class First(Pattern):
     """The first `num` keys; for `of_queries`, those between the first `num` tokens alone."""
 
@@ -213,6 +230,15 @@ class Documents(Pattern):
                 "pattern outside of the step."
             )
         return self.spans(num)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Spans(Pattern):
+    """The keys of a query's own document, of a step's batch: `ends` int32 [rows or 1, queries, 2], of each query the
+    first key and the one behind the last. It goes with other patterns by & alone.
+    """
+
+    ends: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,170 @@
+"""Attention by layouts over cut sequences: each rank gets the blocks of keys and values that its queries look at.
+
+Which these are follows from the pattern, so every rank knows what all others need: one exchange of parts of unequal
+sizes brings a rank its keys, and one call of attention uses them. Gradients go back the same way, and a rank adds up
+those of its own keys in rank order. A rank has room for the keys that it needs, not for those of a whole row.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._torch_compat import plain_dispatch
+from ..collectives.maps import Linear
+from ..comm import exchange_parts  # noqa: F401  (defines the operation)
+from ..comm.current_mesh import works_by_rank
+from ..comm.mesh import Axis
+from ..sparse.attention import are_numbers, known_part, with_logsumexp
+from ..sparse.layout import areas, statuses_of, tile_of
+from ..sparse.part import Part, Runs, runs_of
+from ..sparse.patterns import NONE, Pattern, Sizes, Tiles
+from .chunks import Chunks
+
+ops = torch.ops.zerofn
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """What ranks need of a row's keys for their queries.
+
+    `keys` bool [ranks, places]: whether a rank needs a key. `pairs` int64 [chunks]: the pairs of tokens in the tiles
+    that a chunk's queries look at, of a head.
+    """
+
+    chunks: Chunks
+    keys: Tensor
+    pairs: Tensor
+
+    @property
+    def counts(self) -> Tensor:
+        """How many keys rank s has that rank r needs, int64 [s, r]."""
+        by_chunk = self.keys.unflatten(1, (self.chunks.num, -1)).sum(2)
+        owners = torch.nn.functional.one_hot(self.chunks.ranks, self.chunks.size)
+        return (by_chunk @ owners).T.contiguous()
+
+
+@functools.lru_cache(maxsize=64)
+def needs_of(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> Needs:
+    """Return what ranks need, by blocks of the pattern's tiles, which are cut where chunks are."""
+    with plain_dispatch():
+        tokens, tile = sizes.queries // chunks.num, tile_of(pattern)
+        per_chunk = -(-tokens // tile)
+        first = torch.arange(chunks.num)[:, None] * tokens
+        start = (first + torch.arange(per_chunk) * tile).flatten()
+        last = torch.minimum(start.view(-1, per_chunk) + tile, first + tokens).flatten() - 1
+        tiles = Tiles(start[:, None], last[:, None], start[None], last[None])
+        computed = statuses_of(pattern, sizes, tiles) > NONE
+        pairs = (computed * areas(tiles)).sum((0, 2)).view(-1, per_chunk).sum(1) // len(computed)
+        looked_at = computed.any(0).unflatten(0, (chunks.num, per_chunk)).any(1)  # [chunks, blocks of keys]
+        blocks = torch.stack([looked_at[list(mine)].any(0) for mine in chunks.of])
+        for rank, mine in enumerate(chunks.of):  # something: an empty transfer is none
+            blocks[rank, mine[0] * per_chunk] = True
+        return Needs(chunks, blocks.repeat_interleave(last - start + 1, 1), pairs)
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """How keys come to one rank, and to others from it. `taken`: for each rank, which of this rank's rows it needs.
+    `order`, `back`: from rank order to the order of places, and back; None where these are the same. `counts`: rows, at
+    s * size + r those from rank s to rank r. `keys`: the places of what this rank gets. `tokens`: that it has.
+    """
+
+    taken: tuple[Tensor, ...]
+    order: Tensor | None
+    back: Tensor | None
+    counts: tuple[int, ...]
+    keys: Runs
+    tokens: int
+
+
+@functools.lru_cache(maxsize=64)
+def route_of(pattern: Pattern, sizes: Sizes, chunks: Chunks, rank: int) -> Route:
+    """Return how a rank's keys come to it."""
+    needs = needs_of(pattern, sizes, chunks)
+    with plain_dispatch():
+        place, owner = torch.arange(sizes.keys), chunks.ranks.repeat_interleave(sizes.keys // chunks.num)
+        mine = [place[needs.keys[rank] & (owner == source)] for source in range(chunks.size)]
+        arrived = torch.cat(mine)
+        order = arrived.argsort()
+        sorted_already = bool((order.diff() > 0).all())
+        own = chunks.part(place, rank)
+        return Route(
+            tuple(needs.keys[r, own].nonzero()[:, 0] for r in range(chunks.size)),
+            None if sorted_already else order,
+            None if sorted_already else order.argsort(),
+            tuple(needs.counts.flatten().tolist()),
+            runs_of(arrived[order].tolist()),
+            len(own),
+        )
+
+
+@dataclass(frozen=True)
+class KeysNeeded:
+    """[..., s, D], the keys of a rank's tokens -> [..., n, D], those that it needs, in the order of their places."""
+
+    axis: Axis
+    route: Route
+
+    @property
+    def transpose(self) -> SumsOfKeys:
+        """Back to the ranks that have the keys."""
+        return SumsOfKeys(self.axis, self.route)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """One exchange."""
+        rows = x.movedim(-2, 0)
+        sent = torch.cat([rows.index_select(0, taken.to(x.device)) for taken in self.route.taken])
+        found = _exchanged(sent, self.axis, self.route.counts)
+        order = self.route.order
+        return ((found if order is None else found.index_select(0, order.to(x.device))).movedim(0, -2),)
+
+
+@dataclass(frozen=True)
+class SumsOfKeys:
+    """[..., n, D], of keys that a rank has got -> [..., s, D]: of its own tokens, the sums over ranks in rank order."""
+
+    axis: Axis
+    route: Route
+
+    @property
+    def transpose(self) -> KeysNeeded:
+        """To the ranks that need the keys."""
+        return KeysNeeded(self.axis, self.route)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor]:
+        """One exchange, and the sums."""
+        rows, back, size = x.movedim(-2, 0), self.route.back, self.axis.size
+        rows = rows if back is None else rows.index_select(0, back.to(x.device))
+        counts = self.route.counts
+        found = _exchanged(rows, self.axis, tuple(counts[r * size + s] for s in range(size) for r in range(size)))
+        total = found.new_zeros(self.route.tokens, *found.shape[1:])
+        parts = found.split([len(taken) for taken in self.route.taken])
+        for taken, part in zip(self.route.taken, parts, strict=True):
+            total = total.index_add(0, taken.to(x.device), part) if len(taken) else total
+        return (total.movedim(0, -2),)
+
+
+def _exchanged(rows: Tensor, axis: Axis, counts: tuple[int, ...]) -> Tensor:
+    """rows [what this rank sends, ...] -> [what it gets, ...], both in rank order."""
+    width = rows.shape[1:].numel()
+    sizes = [width * n for n in counts]
+    flat = ops.wait(ops.exchange_parts(rows.reshape(-1), sizes, axis.size, axis.rank, axis.group))
+    return flat.view(-1, *rows.shape[1:])
+
+
+def of_blocks(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, chunks: Chunks, pattern: Pattern, causal: bool, scale: float | None
+) -> Tensor:
+    """Attention of a rank's queries, by a pattern of the whole sequence. See `attention`."""
+    length = q.shape[-2] * axis.size
+    whole = Sizes(q.shape[-3], length, length)
+    route = route_of(known_part(pattern, causal, are_numbers)[0], whole, chunks, axis.rank)
+    works_by_rank(axis)  # what travels
+    (both,) = Linear.apply(KeysNeeded(axis, route), torch.cat([k, v], -1))
+    k, v = both.split([k.shape[-1], v.shape[-1]], -1)
+    part = Part(whole, 0, chunks.runs(axis.rank, length), route.keys)
+    return with_logsumexp(q, k, v, pattern, is_causal=causal, scale=scale, part=part)[0]
