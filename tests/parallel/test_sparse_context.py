@@ -313,6 +313,28 @@ def test_plans_count_what_travels(ranks):
     assert sum(row.plan.sent_along.values()) in {sent for _, sent in found}
 
 
+def weighed(layout):
+    """(peak by the allocator, peak by the plan) of a step on rows of 2,048 tokens, in order."""
+    mesh = Mesh.make(context=-1)
+    axis = mesh.axis("context")
+    attend = functools.partial(attention, axis=axis, method="ring", layout=layout, chunks=Chunks.in_order(axis.size))
+    step = zerofn.compile(step_with(loss_with(lambda q, k, v, x: attend(q, k, v))))
+    state = zerofn.shard(init_state, mesh=mesh, stage=3)
+    rows = torch.full((1, 2048 // axis.size, WIDTH), 1.0 + axis.rank, dtype=torch.float64)
+    batch = {"rows": rows, "ends": torch.tensor([[0, 2048]])}
+    state, _ = step(state, batch)
+    (state, _), found = step.profile(state, batch)
+    return found.peak, step.lower(state, batch).memory().total
+
+
+def test_memory_is_that_of_the_keys_that_are_needed_and_is_planned(ranks):
+    of_all, of_window = (ranks(2, weighed, x) for x in (sparse.everything, sparse.sliding_window(100)))
+    for measured, planned in (*of_all, *of_window):
+        assert measured == pytest.approx(planned, rel=0.005)
+    saved = of_all[1][0] - of_window[1][0]  # rank 1 gets 1,024 keys of rank 0, or 128; two layers keep them
+    assert saved > 2 * (1024 - 128) * GROUPS * 2 * WIDTH * 8
+
+
 BLOCK = 37
 
 

@@ -31,14 +31,14 @@ def sent_bytes(stage, num_microbatches, precision):
     for _ in range(2):
         state, _ = step(state, batch)
     pending().wait_for_all()
-    counted, point_to_point = [], transport._point_to_point
+    counted, point_to_point = [], transport.point_to_point
 
     def counting(group, sends, receives):
         counted.extend(x.nbytes for x in sends.values())
         return point_to_point(group, sends, receives)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "_point_to_point", counting)
+        patch.setattr(transport, "point_to_point", counting)
         state, _ = step(state, batch)
         pending().wait_for_all()
     return plan.sent, sum(counted)

@@ -193,7 +193,7 @@ def _watch_executor(patch: pytest.MonkeyPatch, order: Order) -> None:
 
 
 def _watch_transfers(patch: pytest.MonkeyPatch, order: Order) -> None:
-    point_to_point, wait = transport._point_to_point, pending.PendingTransfers.wait
+    point_to_point, wait = transport.point_to_point, pending.PendingTransfers.wait
     begun = channels._begun
 
     def started(group: str, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
@@ -230,7 +230,7 @@ def _watch_transfers(patch: pytest.MonkeyPatch, order: Order) -> None:
                 order.access(thread(), transfer.kept[0], True, "a sum over ranks")
         return there
 
-    patch.setattr(transport, "_point_to_point", started)
+    patch.setattr(transport, "point_to_point", started)
     patch.setattr(channels, "_begun", message)
     patch.setattr(pending.PendingTransfers, "wait", waited)
 

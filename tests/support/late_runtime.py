@@ -221,14 +221,14 @@ def _after(patch: pytest.MonkeyPatch, owner: Any, name: str, hook: Callable[[Any
 
 
 def _receives_are_overwritten(patch: pytest.MonkeyPatch) -> None:
-    begin = transport._point_to_point
+    begin = transport.point_to_point
 
     def wrapped(group: str, sends: Any, receives: Any) -> Any:
         for x in receives.values():
             poison(x)
         return begin(group, sends, receives)
 
-    patch.setattr(transport, "_point_to_point", wrapped)
+    patch.setattr(transport, "point_to_point", wrapped)
     message = channels._begun
 
     def of_message(x: torch.Tensor, peer: int, group: str, *, sends: bool) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..job.in_flight import pending
 from ..job.step_order import meetings
 from ..ops.registry import Lane, Moves, OnShard, Traits, define
-from .transport import as_bytes, count_sent, group_for, is_gloo, point_to_point
+from . import transport
+from .transport import as_bytes, count_sent, group_for, is_gloo
 
 
 def exchange_parts_start(flat: Tensor, sizes: Sequence[int], size: int, rank: int, group: str) -> Tensor:
@@ -29,9 +30,10 @@ def exchange_parts_start(flat: Tensor, sizes: Sequence[int], size: int, rank: in
         splits = [[times * n for n in part] for part in (received, sent)]
         work = dist.all_to_all_single(to, source, splits[0], splits[1], group_for(group, flat), async_op=True)
         return pending().start(out, lambda: [work], (flat,))
-    sends, receives = dict(enumerate(flat.split(sent))), dict(enumerate(out.split(received)))
-    receives.pop(rank).copy_(sends.pop(rank))
-    works = point_to_point(group, *({r: x for r, x in each.items() if x.numel()} for each in (sends, receives)))
+    mine, theirs = flat.split(sent), out.split(received)
+    theirs[rank].copy_(mine[rank])
+    sends, receives = ({r: x for r, x in enumerate(xs) if r != rank and x.numel()} for xs in (mine, theirs))
+    works = transport.point_to_point(group, sends, receives)
     return pending().start(out, works, (flat,))
 
 

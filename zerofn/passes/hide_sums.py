@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node
@@ -67,7 +68,9 @@ def _not_needed(start: Node, window: Sequence[Node]) -> list[Node]:
         waits = start_of(node) is not None and not node.meta.get(AGAIN)
         if is_start(node) or waits or any(x in needed for x in node.users):
             needed.add(node)
-    return [x for x in window if x not in needed]
+    free = {x for x in window if x not in needed}
+    # All results of an operation are in memory until the last of them has been taken.
+    return [x for x in window if x in free and (x.target is not operator.getitem or x.all_input_nodes[0] in free)]
 
 
 def _place(free: Sequence[Node], start: Node, then: Node | None) -> None:
