@@ -219,3 +219,18 @@ def test_alone_nothing_is_added_where_nothing_masks_it(causal):
     for length, found in ((5, 5), (6, 16 if causal else 6)):
         given = {"input_ids": torch.ones(2, length, dtype=torch.int64)}
         assert padding(given)["input_ids"].shape == (2, found)
+
+
+def test_rows_with_positions_have_few_lengths_and_may_be_longer_than_any_position():
+    class LlamaForCausalLM(SimpleNamespace):  # of a causal model: more on the right needs no mask
+        pass
+
+    config = SimpleNamespace(pad_token_id=7, max_position_embeddings=20)
+    padding = Padding(LlamaForCausalLM(config=config), None, -100)
+
+    def packed(n):
+        return {"input_ids": torch.ones(1, n, dtype=torch.int64), "position_ids": torch.arange(n)[None] % 9}
+
+    assert lengths([padding(packed(n)) for n in (5, 21, 300, 513)]) == [5, 32, 320, 576]
+    assert padding(packed(300))["position_ids"][0, 300:].tolist() == [0] * 20
+    assert len(set(lengths([padding(packed(n)) for n in range(512, 1025)]))) <= 9

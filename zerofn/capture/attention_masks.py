@@ -14,6 +14,7 @@ of the mask. On CUDA other kernels are taken, so what is dropped there stays wit
 | window, up to a token itself | `is_causal`, and one mask [1, 1, L, L] | flash attention's window |
 | within the triangle | `is_causal`, and the mask | as it is |
 | the same for all rows | one mask [1, 1, L, L] | the same |
+| documents, and all but plain triangles, of long rows | see `sparse_masks` | as above |
 
 Both operations of CUDA's have run by themselves on an H200 with torch 2.11, in bfloat16: outputs and gradients are
 those of the mask. That a step calls them has been seen on fake tensors alone.
@@ -30,20 +31,13 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .._torch_compat import (
-    FakeTensor,
-    OpOverload,
-    bind,
-    current_trace,
-    fused_attention,
-    node_of,
-    plain_dispatch,
-    tensor_in_mode,
-)
+from .._torch_compat import FakeTensor, OpOverload, current_trace, fused_attention, node_of, plain_dispatch
 from ..ops.registry import base_name
+from ..sparse.use import in_use
 from ..util.patches import Patches
-from . import known_values
+from . import known_values, sparse_masks
 from .known_values import Values, values_of
+from .sparse_masks import tensor_of
 
 aten = torch.ops.aten
 _ANDS = {"bitwise_and", "logical_and"}
@@ -77,7 +71,7 @@ class _Mask(NamedTuple):
 
         def make() -> Tensor:
             if self.keys:
-                return functools.reduce(torch.logical_and, map(_tensor, self.keys))
+                return functools.reduce(torch.logical_and, map(tensor_of, self.keys))
             several = not self.rows and mask.dim() == 4 and mask.shape[:2] != (1, 1)
             return mask.narrow(0, 0, 1).narrow(1, 0, 1) if several else mask
 
@@ -179,16 +173,6 @@ def _spread(value: Tensor, sizes: Any) -> Tensor:
     return value.expand(torch.broadcast_shapes(value.shape, sizes))
 
 
-def _tensor(node: Node) -> Tensor:
-    """Return a tensor that the trace knows by a node."""
-    trace: Any = current_trace()
-    note = node.meta["val"]
-    with plain_dispatch():
-        x = tensor_in_mode(note, note.shape, note.stride())
-    bind(trace.tracer, x, node)
-    return x
-
-
 class _Attention(NamedTuple):
     """One call of attention, without its mask."""
 
@@ -210,6 +194,15 @@ class _Attention(NamedTuple):
         if self._fused(mask, False) != self._fused(None, causal):
             return self.plainly(mask)
         return self.plainly(None, causal)
+
+    def sparsely(self, mask: Tensor) -> Tensor | None:
+        """Attention at the cost of what a mask allows; None where torch's kernel with the mask is as fast, drops
+        weights, or is another one.
+        """
+        same_heads = self.enable_gqa or self.q.shape[-3] == self.k.shape[-3]
+        if self.dropout_p or not same_heads or not self._fused(None, False):
+            return None
+        return sparse_masks.attended(self.q, self.k, self.v, mask, self.scale)
 
     def masked(self, mask: Tensor, found: _Mask) -> Tensor:
         """Attention with a mask of which something is known."""
@@ -294,8 +287,16 @@ def _recognising(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         drawn = dropout_p and query.device.type != "cpu"  # another kernel draws otherwise
         if attn_mask is None or is_causal or drawn or not all(map(_is_plain, (query, key, value, attn_mask))):
             return call.plainly(attn_mask, is_causal)
+        with_layout = in_use()
+        if not with_layout and (out := call.sparsely(attn_mask)) is not None:
+            return out
         found = _found(attn_mask)
-        return call.plainly(attn_mask) if found is None else call.masked(attn_mask, found)
+        if found is None:
+            return call.plainly(attn_mask)
+        if with_layout:  # beside a layout there may be a triangle alone: what else there is, is refused
+            plain = found.shape.full and not found.keys and not found.rows
+            return call.plainly(None, found.shape.triangle) if plain else call.plainly(attn_mask)
+        return call.masked(attn_mask, found)
 
     return attended
 

@@ -9,6 +9,7 @@ from .attention import attention
 from .blocks import Blocks, chosen
 from .layout import Layout, layout
 from .patterns import Pattern, causal, documents, everything, pattern, prefix, sinks, sliding_window
+from .use import use
 
 __all__ = [
     "attention",
@@ -22,6 +23,7 @@ __all__ = [
     "prefix",
     "sinks",
     "sliding_window",
+    "use",
     "Blocks",
     "Layout",
     "Pattern",

@@ -51,6 +51,16 @@ def attention(
     return with_logsumexp(q, k, v, layout, is_causal=is_causal, scale=scale, dropout=dropout)[0]
 
 
+def by_layout(q: Tensor, k: Tensor, v: Tensor, what: Layout, spans: Tensor | None, scale: float | None) -> Tensor:
+    """Return what `attention` does with a layout of all tokens, and of each query the keys of `spans`, int32
+    [batch or 1, queries, 2], if they are given.
+    """
+    keys, pairs = _of_layout(what, q.shape[0], q.shape[1], spans)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out: Tensor = torch.ops.zerofn.block_attention.default(q, k, v, None, *keys, pairs, scale, 0.0)[0]
+    return out
+
+
 def with_logsumexp(
     q: Tensor,
     k: Tensor,
@@ -109,15 +119,19 @@ def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool, part: Part | Non
     if isinstance(what, Pattern):
         rest, said = known_part(what, is_causal, _is_static)
         spans = [_spans(x, batch, sizes, part) for x in said]
-        what, is_causal = _known(rest if part is None else OfPart(rest, part), sizes), False
+        what, is_causal = known(rest if part is None else OfPart(rest, part), sizes), False
     if what.sizes.heads not in (1, sizes.heads) or what.sizes[1:] != sizes[1:]:
         raise ValueError(
             f"sparse.attention: the layout is of {what.sizes.heads} heads, {what.sizes.queries} queries and "
             f"{what.sizes.keys} keys, and q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
         )
-    pairs = batch * what.computed * (sizes.heads // what.sizes.heads)
-    span = functools.reduce(_narrower, spans) if spans else None
-    return Keys(what.starts, what.runs, what.bits, None, span, what.tile, what.tile, is_causal), pairs
+    keys, pairs = _of_layout(what, batch, sizes.heads, functools.reduce(_narrower, spans) if spans else None)
+    return keys._replace(causal=is_causal), pairs
+
+
+def _of_layout(what: Layout, batch: int, heads: int, spans: Tensor | None) -> tuple[Keys, int]:
+    pairs = batch * what.computed * (heads // what.sizes.heads)
+    return Keys(what.starts, what.runs, what.bits, None, spans, what.tile, what.tile, False), pairs
 
 
 def pattern_of(what: object) -> Pattern:
@@ -154,7 +168,7 @@ def _factors(x: Pattern) -> list[Pattern]:
 
 
 @functools.lru_cache(maxsize=64)
-def _known(pattern: Pattern, sizes: Sizes) -> Layout:
+def known(pattern: Pattern, sizes: Sizes) -> Layout:
     """Return a pattern's layout, made once."""
     with plain_dispatch():
         return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)

@@ -171,6 +171,26 @@ class Band(Pattern):
         return statuses((least >= self.low) & (most <= self.high), (most < self.low) | (least > self.high))
 
 
+@dataclass(frozen=True, eq=False)
+class Given(Pattern):
+    """What a mask says, booleans [heads or 1, queries, keys]."""
+
+    mask: Tensor
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """By place."""
+        return self.mask[head % len(self.mask), query, key]
+
+    def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
+        """By the number of pairs of a tile, row of tiles by row of tiles."""
+        found = []
+        for first, last in zip(tiles.q0[:, 0].tolist(), tiles.q1[:, 0].tolist(), strict=True):
+            sums = torch.nn.functional.pad(self.mask[:, first : last + 1].sum(1).cumsum(1), (1, 0))
+            num = sums[:, tiles.k1[0] + 1] - sums[:, tiles.k0[0]]
+            found.append(statuses(num == (tiles.k1 - tiles.k0 + 1) * (last - first + 1), num == 0)[0])
+        return torch.stack(found, 1)
+
+
 @dataclass(frozen=True)
 class First(Pattern):
     """The first `num` keys; for `of_queries`, those between the first `num` tokens alone."""

@@ -98,7 +98,8 @@ class Padding:
         self.kind = Kind(tuple(self._per_token.agree(inputs, max(besides), without)), True)
         self._first = self._first or longest
         # By length, not by entry: what is equally long stays so, and labels of one width keep it.
-        longest = tuple(x if x in self._first else self._rounded(x) for x in longest)
+        has_positions = longest[list(self._values).index("position_ids")] > 0
+        longest = tuple(x if x in self._first else self._rounded(x, has_positions) for x in longest)
         missing = {name: n - x for name, n, x in zip(self._values, longest, ours, strict=True) if x}
         self.added = sum(longest[0] - x[0] for x in found)
         if any(0 < a < b for x in found for a, b in zip(x[:2], longest, strict=False)):
@@ -157,9 +158,13 @@ class Padding:
         ]
         return hashed(shapes)
 
-    def _rounded(self, length: int) -> int:
-        longer = -(-length // self._multiple) * self._multiple
-        return longer if self._most is None else max(length, min(longer, self._most))
+    def _rounded(self, length: int, has_positions: bool) -> int:
+        """Return a length of few. Rows whose positions are said, packed documents, may be longer than any position, and
+        have very many lengths: 8 between two powers of two remain.
+        """
+        multiple = max(self._multiple, 1 << max(0, (length - 1).bit_length() - 4)) if has_positions else self._multiple
+        longer = -(-length // multiple) * multiple
+        return longer if self._most is None or has_positions else max(length, min(longer, self._most))
 
     def _longer(self, inputs: Mapping[str, Any], missing: Mapping[str, int]) -> dict[str, Any]:
         """Return inputs with `missing` positions more."""

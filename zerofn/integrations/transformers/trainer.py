@@ -27,6 +27,7 @@ from .meshes import TrainerOnMesh
 from .modules import calls_as_autocast
 from .names import exported, loaded
 from .optimizers import Followed, check_alike, groups_of, load_rates, number_of, own_optimizer, save_rates
+from .packing import packed_by_positions
 from .padding import MULTIPLE, Padding
 from .steps import Microbatch, check_overrides, compiled_step, microbatch_of, stack
 
@@ -101,7 +102,8 @@ class Trainer(TrainerOnMesh):
         self._evaluation_padding = self._padding.twin()
         self._evaluated = EvaluatedModel(lambda: self.model, self._evaluate_step)
         self._kept = Effects(self, "forward", type(self), model="model")
-        self._evaluation = zerofn.compile(outputs_of(self, self._kept), **self._evaluation_options())
+        memory = {k: v for k, v in self.args.compile_options.items() if k == "memory"}
+        self._evaluation = zerofn.compile(outputs_of(self, self._kept), **memory)
 
     def _follow_model(self) -> None:
         """Let go of a model in whose place another one was put."""
@@ -112,9 +114,6 @@ class Trainer(TrainerOnMesh):
 
     def _processor(self) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
-
-    def _evaluation_options(self) -> dict[str, Any]:
-        return {k: v for k, v in self.args.compile_options.items() if k == "memory"}
 
     # ---- the model
 
@@ -261,6 +260,9 @@ class Trainer(TrainerOnMesh):
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return packed_by_positions(super()._prepare_inputs(inputs), self.model)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Take a microbatch; at an update's last one, run the step. Returns its loss, of all ranks and microbatches."""
         model.train()
@@ -284,11 +286,10 @@ class Trainer(TrainerOnMesh):
         self._norm = aux["grad_norm"]
         return aux["loss"].to(self.args.device)
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor | None:
-        return self._norm
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         return self._norm
+
+    _clip_grad_norm = _get_grad_norm
 
     def _note_update(self) -> None:
         """Tell the optimizer, and under float16 whether the update was skipped, so that the scheduler waits, too."""

@@ -1,0 +1,74 @@
+"""Which element of a source each element of a value is, where operations have only moved elements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from .known_values import Values
+
+aten = torch.ops.aten
+_SAME = {aten.alias.default, aten.detach.default, aten.clone.default, aten._to_copy.default}
+_MOVED = {
+    aten.expand.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.index.Tensor,
+}
+_MOST = 1 << 24  # elements that are followed
+
+
+def root_of(node: Node) -> Node:
+    """Return the node whose elements an operation, or several, have moved; the node itself if there is none."""
+    while node.target in _MOVED or node.target in _SAME and _is_exact(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def elements_of(values: Values, node: Node, source: Node) -> Tensor | None:
+    """Return the number of the element of `source` that each element of a value is, int64 in its shape, -1 for what
+    comes from elsewhere, beside it; None if the value is not made so. `values`: by which indices are known.
+    """
+    note = node.meta["val"]
+    if values.is_written(node) or not all(type(n) is int for n in note.shape):
+        return None
+    if node is source:
+        return torch.arange(note.numel()).view(note.shape) if note.numel() <= _MOST else None
+    if node.target is aten.cat.default:
+        given: Any = node.args[0]
+        parts = [elements_of(values, x, source) for x in given]
+        parts = [torch.full(x.meta["val"].shape, -1) if y is None else y for x, y in zip(given, parts, strict=True)]
+        return torch.cat(parts, *node.args[1:]) if note.numel() <= _MOST else None  # type: ignore[arg-type]
+    is_same = node.target in _SAME and _is_exact(node)
+    if not is_same and node.target not in _MOVED:
+        return None
+    x = elements_of(values, node.args[0], source)  # type: ignore[arg-type]
+    if x is None or is_same:
+        return x
+    args: Any = node.args[1:]
+    if node.target is aten.index.Tensor:
+        indices = [None if i is None else values.of(i) for i in args[0]]
+        if any(y is None and i is not None for i, y in zip(args[0], indices, strict=True)):
+            return None
+        args = (indices,)
+    found: Tensor = node.target(x, *args, **node.kwargs)  # type: ignore[operator]
+    return found
+
+
+def _is_exact(node: Node) -> bool:
+    """Return whether a copy has the numbers of what it copies."""
+    given = node.args[0]
+    assert isinstance(given, Node)
+    old, new = given.meta["val"].dtype, node.meta["val"].dtype
+    return old == new or (old, new) == (torch.int32, torch.int64)

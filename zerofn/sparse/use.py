@@ -1,0 +1,208 @@
+"""Models whose own attention goes by a layout."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator, Sequence
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..util.arguments import checked
+from ..util.patches import Patches
+from .attention import What, attention
+from .blocks import Blocks
+from .layout import Layout
+from .patterns import Pattern
+
+# Who names one of these in its own methods computes attention: transformers' layers name the last.
+_NAMES = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
+_BASES = ("torch.nn.modules.module", "transformers.modeling_utils")  # whose classes name them for other reasons
+_ATTEND = torch.nn.functional.scaled_dot_product_attention
+_AROUND = torch.nn.functional.multi_head_attention_forward
+
+
+@checked("model", "layers")
+def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None = None) -> nn.Module:
+    """Let a model's attention go by a layout, and return the model.
+
+    `model`: its layers call `torch.nn.functional.scaled_dot_product_attention`, as those of transformers do with
+    `attn_implementation="sdpa"`. `layout`: what `sparse.attention` takes; None for the model's own attention again. The
+    model's `is_causal`, scale and dropout stay. `layers`: numbers of the attention layers, in the order of
+    `model.modules()`; all of them, if it is left out. A further call is about its own layers alone. The layout may be
+    one of the step's batch, if the step itself says `use`.
+
+    A mask of the model's own (padding, packed rows, a window) besides the layout raises `ValueError` when attention is
+    called, unless it is a triangle or hides nothing; so do layers that compute attention by other means, and other
+    numbers of keys than queries. Raises `ValueError` for a model without such layers, and numbers of others.
+
+    >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> from zerofn import sparse
+    >>> x = torch.randn(1, 100, 8)
+    >>> sparse.use(layer, sparse.sliding_window(10) & sparse.causal)(x, x, x, need_weights=False)[0].shape
+    torch.Size([1, 100, 8])
+    """
+    if not (layout is None or isinstance(layout, Pattern | Layout | Blocks) or callable(layout)):
+        raise TypeError(
+            "sparse.use: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
+            f"{type(layout).__name__}; None takes it away."
+        )
+    found = [(name, x) for name, x in model.named_modules() if _attends(type(x))]
+    if not found:
+        raise ValueError(
+            f"sparse.use: no layer of {type(model).__name__} names torch.nn.functional.scaled_dot_product_attention in "
+            "its methods; write sparse.attention(q, k, v, layout) where it computes attention."
+        )
+    for number in range(len(found)) if layers is None else layers:
+        if not 0 <= number < len(found):
+            raise ValueError(
+                f"sparse.use: there is no attention layer {number}; {type(model).__name__} has {len(found)}, from 0 to "
+                f"{len(found) - 1}."
+            )
+        name, module = found[number]
+        own = vars(module).get("forward")
+        own = own.own if isinstance(own, _Forward) else own
+        if layout is not None:
+            vars(module)["forward"] = _Forward(module, name, layout, own)
+        elif own is not None:
+            vars(module)["forward"] = own
+        else:
+            vars(module).pop("forward", None)
+    return model
+
+
+def in_use() -> bool:
+    """Return whether a layer is running whose attention goes by a layout."""
+    return bool(_running.modes)
+
+
+class _Running(threading.local):
+    """The layouts of the layers that a thread is running, innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_ByLayout] = []
+
+
+_running = _Running()
+
+
+class _Forward:
+    """A module's `forward` with attention by a layout. `own`: what was put in place of the class's `forward` before."""
+
+    def __init__(self, module: nn.Module, name: str, layout: What, own: Any) -> None:
+        self.module, self.name, self.layout, self.own = module, name, layout, own
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._plain())
+
+    def _plain(self) -> Any:
+        return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        mode = _ByLayout(self._where(), self.layout)
+        _running.modes.append(mode)
+        try:
+            with mode:
+                out = self._plain()(*args, **kwargs)
+        finally:
+            _running.modes.pop()
+        if not mode.num_calls:
+            raise ValueError(
+                f"{self._where()} computes attention by other means than "
+                "torch.nn.functional.scaled_dot_product_attention, so the layout has no effect. Build a model of "
+                'transformers with attn_implementation="sdpa"; call nn.MultiheadAttention with need_weights=False.'
+            )
+        return out
+
+    def _where(self) -> str:
+        at = f"layer {self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
+        return f"sparse.use: {at}"
+
+
+class _ByLayout(TorchFunctionMode):
+    """Inside, attention goes by a layout."""
+
+    def __init__(self, where: str, layout: What) -> None:
+        super().__init__()
+        self._where, self._layout, self.num_calls = where, layout, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """`func`, or attention by the layout in its place."""
+        if func is _AROUND:  # it runs without this mode, and calls attention
+            with _inside_seen:
+                return func(*args, **(kwargs or {}))
+        if func is not _ATTEND:
+            return func(*args, **(kwargs or {}))
+        for mode in _running.modes:
+            mode.num_calls += 1
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None:
+            is_causal = is_causal or self._is_triangle(attn_mask)
+        if query.shape[-2] != key.shape[-2]:
+            raise ValueError(
+                f"{self._where} has {query.shape[-2]} queries and {key.shape[-2]} keys; a layout is of rows that look "
+                "at themselves. Build the model with use_cache=False, or leave its cross attention out of layers=."
+            )
+        return attention(query, key, value, self._layout, is_causal=is_causal, scale=scale, dropout=dropout_p)
+
+    def _is_triangle(self, mask: Tensor) -> bool:
+        """Return whether a mask is a triangle; False if it hides nothing. Raises `ValueError` for others."""
+        if type(mask) in (Tensor, nn.Parameter):
+            hidden = ~mask if mask.dtype == torch.bool else mask != 0
+            if not bool(hidden.any()):
+                return False
+            behind = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+            least = mask.dtype == torch.bool or bool((mask[hidden] <= torch.finfo(mask.dtype).min).all())
+            if mask.shape[-1] == mask.shape[-2] and least and bool((hidden == behind).all()):
+                return True
+        raise ValueError(
+            f"{self._where} has a mask {list(mask.shape)} of the model's own beside the layout. Models make one of "
+            "padding, of positions that start again and of a window: leave attention_mask and position_ids out of the "
+            "batch, build the model without a sliding window, and put into the layout what tokens are to look at, "
+            "such as sparse.documents(cu_seqlens) & sparse.sliding_window(1024)."
+        )
+
+
+def _seeing(attend: Any) -> Any:
+    @functools.wraps(attend)
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        with _running.modes[-1] if _running.modes else contextlib.nullcontext():
+            return attend(*args, **kwargs)
+
+    return attended
+
+
+_inside_seen = Patches(lambda: [(torch.nn.functional, "scaled_dot_product_attention", _seeing)])
+
+
+def _attends(kind: type) -> bool:
+    """Return whether a class of modules computes attention itself."""
+    own = [x for x in kind.__mro__ if issubclass(x, nn.Module) and x.__module__ not in _BASES]
+    methods = (inspect.unwrap(f) for x in own for f in vars(x).values() if isinstance(f, FunctionType))
+    return any(_NAMES & set(_named(f.__code__)) for f in methods if isinstance(f, FunctionType))
+
+
+def _named(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for x in code.co_consts:
+        if isinstance(x, CodeType):
+            yield from _named(x)
