@@ -66,7 +66,7 @@ def test_a_captured_step_and_recomputed_layers_go_by_it():
         assert len(sparse_nodes(compiled.lower(make(), batch))) == (6 if options else 3)
         found = compiled(make(), batch)
         close((found[0].params, found[1]), (eager[0].params, eager[1]), 1e-6)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     model.train()
     found = step(make(), batch)
     close((found[0].params, found[1]), (eager[0].params, eager[1]), 1e-6)
