@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..util.arguments import checked
 from ..util.patches import Patches
+from ..util.process import the
 from .attention import What, attention
 from .blocks import Blocks
 from .layout import Layout
@@ -79,7 +80,7 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
 
 def in_use() -> bool:
     """Return whether a layer is running whose attention goes by a layout."""
-    return bool(_running.modes)
+    return bool(the(_Running).modes)
 
 
 class _Running(threading.local):
@@ -87,9 +88,6 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.modes: list[_ByLayout] = []
-
-
-_running = _Running()
 
 
 class _Forward:
@@ -107,12 +105,12 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = _ByLayout(self._where(), self.layout)
-        _running.modes.append(mode)
+        the(_Running).modes.append(mode)
         try:
             with mode:
                 out = self._plain()(*args, **kwargs)
         finally:
-            _running.modes.pop()
+            the(_Running).modes.pop()
         if not mode.num_calls:
             raise ValueError(
                 f"{self._where()} computes attention by other means than "
@@ -140,7 +138,7 @@ class _ByLayout(TorchFunctionMode):
                 return func(*args, **(kwargs or {}))
         if func is not _ATTEND:
             return func(*args, **(kwargs or {}))
-        for mode in _running.modes:
+        for mode in the(_Running).modes:
             mode.num_calls += 1
         return self._attend(*args, **(kwargs or {}))
 
@@ -185,7 +183,7 @@ class _ByLayout(TorchFunctionMode):
 def _seeing(attend: Any) -> Any:
     @functools.wraps(attend)
     def attended(*args: Any, **kwargs: Any) -> Any:
-        with _running.modes[-1] if _running.modes else contextlib.nullcontext():
+        with the(_Running).modes[-1] if the(_Running).modes else contextlib.nullcontext():
             return attend(*args, **kwargs)
 
     return attended
