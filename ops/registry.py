@@ -204,6 +204,12 @@ COPIES = (aten.clone.default, aten._to_copy.default)  # the same numbers in memo
 VIEWS = (aten.view.default, aten._unsafe_view.default)  # the same memory in another shape
 # A shard where the shape stays; see `graph.verify`.
 RESHAPES = (*VIEWS, aten.reshape.default, aten.expand.default)
+MOVES = (  # each element of the result is one of the first argument
+    *RESHAPES,
+    *(aten.permute.default, aten.transpose.int, aten.t.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.unsqueeze.default),
+    *(aten.select.int, aten.slice.Tensor, aten.index.Tensor),
+)
 # Reductions over the dims in their argument `dim`.
 OVER_DIMS = (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default)
 LINEAR = (  # in their first argument, beside views, casts and torch's derivatives

@@ -183,6 +183,9 @@ CASES = [
     }),
     (sparse.pattern, {"function": (len, "function")}),
     (sparse.sliding_window, {"window": (4, "whole")}),
+    (sparse.use, {
+        "model": (torch.nn.MultiheadAttention(2, 1), "module"), "layout": sparse.causal, "layers": (None, "list"),
+    }),
     *((f, {"num": (4, "whole")}) for f in (sparse.prefix, sparse.sinks)),
     (sparse.deepspeed.fixed, {
         "block": (16, "whole"), "num_local_blocks": (4, "whole"), "attention": ("bidirectional", "text"),

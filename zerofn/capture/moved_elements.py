@@ -8,30 +8,16 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from ..ops.registry import COPIES, MOVES, SAME
 from .known_values import Values
 
 aten = torch.ops.aten
-_SAME = {aten.alias.default, aten.detach.default, aten.clone.default, aten._to_copy.default}
-_MOVED = {
-    aten.expand.default,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.t.default,
-    aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.index.Tensor,
-}
 _MOST = 1 << 24  # elements that are followed
 
 
 def root_of(node: Node) -> Node:
     """Return the node whose elements an operation, or several, have moved; the node itself if there is none."""
-    while node.target in _MOVED or node.target in _SAME and _is_exact(node):
+    while node.target in MOVES or _is_same(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
 
@@ -50,8 +36,8 @@ def elements_of(values: Values, node: Node, source: Node) -> Tensor | None:
         parts = [elements_of(values, x, source) for x in given]
         parts = [torch.full(x.meta["val"].shape, -1) if y is None else y for x, y in zip(given, parts, strict=True)]
         return torch.cat(parts, *node.args[1:]) if note.numel() <= _MOST else None  # type: ignore[arg-type]
-    is_same = node.target in _SAME and _is_exact(node)
-    if not is_same and node.target not in _MOVED:
+    is_same = _is_same(node)
+    if not is_same and node.target not in MOVES:
         return None
     x = elements_of(values, node.args[0], source)  # type: ignore[arg-type]
     if x is None or is_same:
@@ -66,8 +52,10 @@ def elements_of(values: Values, node: Node, source: Node) -> Tensor | None:
     return found
 
 
-def _is_exact(node: Node) -> bool:
-    """Return whether a copy has the numbers of what it copies."""
+def _is_same(node: Node) -> bool:
+    """Return whether a value has the numbers of the one that it is made of, element by element."""
+    if node.target not in (*SAME, *COPIES):
+        return False
     given = node.args[0]
     assert isinstance(given, Node)
     old, new = given.meta["val"].dtype, node.meta["val"].dtype

@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from .._torch_compat import OpOverload, bind, current_trace, node_of, plain_dispatch, tensor_in_mode
 from ..ops import native
-from ..ops.registry import base_name
+from ..ops.registry import SAME, base_name
 from ..sparse.attention import by_layout, known
 from ..sparse.layout import Layout, layout
 from ..sparse.patterns import Band, Everything, Given, Pattern, Sizes
@@ -35,7 +35,6 @@ from .moved_elements import elements_of, root_of
 
 aten = torch.ops.aten
 _ANDS = {"bitwise_and", "logical_and"}
-_ONCE = {aten.expand.default, aten.alias.default, aten.detach.default}  # of a mask: the same, for more rows
 _COUNTS = (torch.int32, torch.int64)
 _NUMBERS = (torch.float32, torch.float64, torch.bfloat16)
 # Of key - query, by a comparison key `op` query + x: the least and the greatest. None is no bound.
@@ -46,6 +45,7 @@ _BANDS: dict[Any, Any] = {
     "gt": lambda x: (x + 1, None),
     "eq": lambda x: (x, x),
 }
+_SIGNS = {"add": 1, "sub": -1}
 _TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 
 
@@ -188,7 +188,7 @@ def _allowed(values: Values, node: Node) -> Allowed | None:
 
 def _factors(values: Values, node: Node, lifted: bool = False) -> list[_Factor]:
     """Return what a mask is the conjunction of. What was written to is a factor as a whole."""
-    while node.target in _ONCE or node.target is aten.unsqueeze.default:
+    while node.target in (*SAME, aten.expand.default) or node.target is aten.unsqueeze.default:
         if node.target is aten.unsqueeze.default:
             if lifted or node.args[1] not in (1, -3) or node.meta["val"].dim() != 4:
                 break
@@ -349,16 +349,11 @@ def _compared(values: Values, factor: _Factor) -> tuple[str, _Side | None, _Side
 
 def _side(values: Values, node: Any, factor: _Factor) -> _Side | None:
     more = 0
-    while isinstance(node, Node) and node.target in (
-        aten.add.Tensor,
-        aten.sub.Tensor,
-        aten.sub.Scalar,
-        aten.add.Scalar,
-    ):
+    while isinstance(node, Node) and isinstance(node.target, OpOverload) and base_name(node.target) in _SIGNS:
         x, number = node.args[:2]
         if type(number) is not int or len(node.args) > 2 or node.kwargs:
             break
-        more += number if node.target in (aten.add.Tensor, aten.add.Scalar) else -number
+        more += _SIGNS[base_name(node.target)] * number
         node = x
     if not isinstance(node, Node) or node.meta["val"].dtype not in _COUNTS:
         return None
