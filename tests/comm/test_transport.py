@@ -14,7 +14,7 @@ from benchmarks.common.processes import free_port
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import trained
 from zerofn import optim
-from zerofn.comm import exchange_parts  # noqa: F401  (defines the operation)
+from zerofn.comm import exchange_parts
 from zerofn.comm import transport as _transport
 from zerofn.comm.mesh import Mesh
 from zerofn.job.in_flight import pending
@@ -186,6 +186,32 @@ def lost():
 def test_a_rank_that_left_ends_the_transfer(ranks):
     assert ranks(2, lost)[0] == "raised"
     ranks.stop()  # its group is gone
+
+
+SIZES = [[1, 0, 4], [2, 3, 0], [0, 5, 1]]  # rank s to rank r
+
+
+def parts_exchanged():
+    rank, size, name = group()
+    sizes, found = [n for row in SIZES for n in row], []
+    for dtype in (torch.float64, torch.int16):
+        sent = torch.cat([torch.full((n,), 10 * rank + r, dtype=dtype) for r, n in enumerate(SIZES[rank])])
+        for of_gloo in (True, False):  # the other way is that of other backends
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(exchange_parts, "is_gloo", lambda *_, of_gloo=of_gloo: of_gloo)
+                before = the(_transport.SentBytes).by_group[name]
+                out = ops.wait(ops.exchange_parts(sent, sizes, size, rank, name))
+                nbytes = the(_transport.SentBytes).by_group[name] - before
+                assert nbytes == (sum(SIZES[rank]) - SIZES[rank][rank]) * sent.itemsize
+                assert out.dtype == dtype
+                found.append(out.tolist())
+    return found
+
+
+def test_parts_have_sizes_of_their_own(ranks):
+    for rank, found in enumerate(ranks(3, parts_exchanged)):
+        expected = [10 * source + rank for source in range(3) for _ in range(SIZES[source][rank])]
+        assert found == [expected] * 4
 
 
 def test_fake_tensors_know_the_shapes():

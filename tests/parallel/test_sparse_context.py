@@ -338,6 +338,42 @@ def test_memory_is_that_of_the_keys_that_are_needed_and_is_planned(ranks):
 BLOCK = 37
 
 
+def with_other_windows(captured):
+    axis = Mesh.make(context=-1).axis("context")
+    layout = sparse.sliding_window(40 + 100 * axis.rank)
+    attend = functools.partial(attention, axis=axis, method="ring", layout=layout, chunks=Chunks.in_order(axis.size))
+    step = step_with(loss_with(lambda q, k, v, x: attend(q, k, v)))
+    batch = {**batches()[0], "rows": torch.full((1, 222, WIDTH), 1.0 + axis.rank, dtype=torch.float64)}
+    with pytest.raises(RuntimeError) as caught:
+        (zerofn.compile(step) if captured else step)(zerofn.shard(init_state, mesh=Mesh.make(context=-1)), batch)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_ranks_that_ask_for_other_blocks_are_told(ranks, captured):
+    told = ranks(2, with_other_windows, captured)
+    assert all("exchange_parts" in text or "all_to_all of parts" in text for text in told)
+    ranks.stop()  # its group is gone
+
+
+def recomputed(options):
+    """(loss, planned peak)"""
+    mesh = Mesh.make(context=-1)
+    step, batch = in_a_ring(mesh)
+    state, compiled = zerofn.shard(init_state, mesh=mesh, stage=3), zerofn.compile(step, **options)
+    for _ in range(2):
+        state, loss = compiled(state, batch)
+    return loss.item(), compiled.lower(state, batch).memory().total
+
+
+def test_a_step_within_a_budget_has_the_same_bits(ranks):
+    kept, again = (ranks(2, recomputed, options) for options in ({}, {"remat": "full"}))
+    memory = (max(peak for _, peak in kept) + max(peak for _, peak in again)) // 2
+    within = ranks(2, recomputed, {"memory": memory})
+    assert [x for x, _ in kept] == [x for x, _ in again] == [x for x, _ in within]
+    assert max(peak for _, peak in within) <= memory < max(peak for _, peak in kept)
+
+
 def with_chosen_blocks(index):
     mesh = Mesh.make(context=-1)
     axis = mesh.axis("context")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,23 +48,43 @@ class Needs:
         return (by_chunk @ owners).T.contiguous()
 
 
+class _Blocks(NamedTuple):
+    """What a pattern says of blocks of a row. `sizes`: the tokens of each, int64 [blocks]. `pairs`: in the tiles that a
+    block's queries look at, of a head, int64 [blocks]. `looked_at`: of some head, bool [blocks of queries, of keys].
+    """
+
+    sizes: Tensor
+    pairs: Tensor
+    looked_at: Tensor
+
+
+@functools.lru_cache(maxsize=16)
+def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
+    """Return what a pattern says of blocks of its tiles, which are cut behind every `cut` tokens, too."""
+    first = torch.arange(0, sizes.queries, cut)[:, None]
+    start = first + torch.arange(0, cut, tile_of(pattern))
+    last = torch.minimum(start + tile_of(pattern), (first + cut).clamp(max=sizes.queries)).flatten() - 1
+    start = start.flatten()
+    start, last = start[start <= last], last[start <= last]
+    tiles = Tiles(start[:, None], last[:, None], start[None], last[None])
+    computed = statuses_of(pattern, sizes, tiles) > NONE
+    pairs = sum((areas(tiles) * head).sum(1) for head in computed) // len(computed)
+    return _Blocks(last - start + 1, torch.as_tensor(pairs), computed.any(0))
+
+
 @functools.lru_cache(maxsize=64)
 def needs_of(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> Needs:
     """Return what ranks need, by blocks of the pattern's tiles, which are cut where chunks are."""
     with plain_dispatch():
         tokens, tile = sizes.queries // chunks.num, tile_of(pattern)
-        per_chunk = -(-tokens // tile)
-        first = torch.arange(chunks.num)[:, None] * tokens
-        start = (first + torch.arange(per_chunk) * tile).flatten()
-        last = torch.minimum(start.view(-1, per_chunk) + tile, first + tokens).flatten() - 1
-        tiles = Tiles(start[:, None], last[:, None], start[None], last[None])
-        computed = statuses_of(pattern, sizes, tiles) > NONE
-        pairs = (computed * areas(tiles)).sum((0, 2)).view(-1, per_chunk).sum(1) // len(computed)
-        looked_at = computed.any(0).unflatten(0, (chunks.num, per_chunk)).any(1)  # [chunks, blocks of keys]
-        blocks = torch.stack([looked_at[list(mine)].any(0) for mine in chunks.of])
+        # Where tiles end with chunks anyway, deals share what was asked.
+        blocks = _blocks(pattern, sizes, tokens if tokens % tile else sizes.queries)
+        by_chunk = blocks.looked_at.unflatten(0, (chunks.num, -1)).any(1)  # [chunks, blocks of keys]
+        needed = torch.stack([by_chunk[list(mine)].any(0) for mine in chunks.of])
         for rank, mine in enumerate(chunks.of):  # something: an empty transfer is none
-            blocks[rank, mine[0] * per_chunk] = True
-        return Needs(chunks, blocks.repeat_interleave(last - start + 1, 1), pairs)
+            needed[rank, mine[0] * (len(blocks.sizes) // chunks.num)] = True
+        pairs = blocks.pairs.view(chunks.num, -1).sum(1)
+        return Needs(chunks, needed.repeat_interleave(blocks.sizes, 1), pairs)
 
 
 @dataclass(frozen=True, eq=False)
