@@ -13,7 +13,7 @@ from benchmarks.mesh.float64_models import SMALL, build, in_float64
 from benchmarks.mesh.training import assert_same_training, plain, trained
 from tests.support.small_steps import step_with
 from tests.support.some import some_of
-from zerofn import optim
+from zerofn import optim, sparse
 from zerofn.comm.mesh import Mesh
 from zerofn.parallel import Chunks, context, split_sequence
 from zerofn.passes.budget.decision import names_of
@@ -199,6 +199,36 @@ def test_documents_in_a_row_are_those_of_plain_torch(ranks, name, method):
 def in_wide_numbers(*given):
     with in_float64():
         return on_packed_rows(*given)
+
+
+def with_a_layout(method, mixed):
+    """(loss, gradients) of a rank, or of plain torch without a method."""
+    batch = {k: x for k, x in packed().items() if mixed or k != "position_ids"}
+    with in_float64():
+        model = sparse.use(build("llama"), sparse.pattern(by_head) & sparse.sliding_window(9))
+        if method:
+            mesh = Mesh.make(context=-1)
+            context(model, mesh, method=method)
+            batch = split_sequence(batch, mesh)
+        else:
+            model.set_attn_implementation("sdpa")
+        loss = model(**batch).loss
+        return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
+
+
+def by_head(head, query, key):
+    return (key + head) % 3 != 0
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_layouts_that_are_put_into_a_model_are_those_of_whole_rows(ranks, method):
+    loss, grads = with_a_layout("", False)
+    found = ranks(2, with_a_layout, method, False)
+    torch.testing.assert_close(sum(x for x, _ in found) / 2, loss, rtol=1e-12, atol=0)
+    for k, expected in enumerate(grads):
+        torch.testing.assert_close(sum(x[k] for _, x in found) / 2, expected, rtol=1e-12, atol=1e-13)
+    mixed = [x for x, _ in ranks(2, with_a_layout, method, True)]
+    assert mixed[0].isfinite() and abs(sum(mixed) / 2 - loss) > 1e-3  # documents hide more
 
 
 def beside_a_plain_one():

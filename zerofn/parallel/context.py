@@ -16,8 +16,12 @@ from ..collectives.maps import AllGather, CheckedSame, Linear
 from ..comm.axes import CONTEXT
 from ..comm.mesh import Axis, Mesh
 from ..ops.block_attention import NUMBERS
+from ..sparse.attention import What, pattern_of
+from ..sparse.blocks import Blocks
+from ..sparse.layout import Layout
 from ..sparse.part import places as places_of
 from ..sparse.patterns import Pattern, Spans
+from ..sparse.use import layout_in_use
 from ..util.arguments import checked
 from ..util.patches import Patches, Replacement
 from .applied_once import once
@@ -223,18 +227,32 @@ def _attend(
     note_attention()
     if is_causal is None:  # a mask that hides nothing is that of an encoder
         is_causal = getattr(module, "is_causal", attention_mask is None)
-    given: dict[str, Any] = {"causal": is_causal, "scale": scaling, "chunks": cut.chunks}
-    documents = None if call is None else call.documents
-    if made is None:
-        given["layout"] = documents
-    elif made.window is not None:
-        given |= {"causal": False, "layout": made.window if documents is None else made.window & documents}
-    elif documents is None:
-        given["mask"] = made.mask
-    else:
-        raise ValueError(f"attention over a cut sequence knows no chunks of documents, for which {name} asks.")
+    given = _what(name, made, layout_in_use(), None if call is None else call.documents)
+    given = {"causal": is_causal, "scale": scaling, "chunks": cut.chunks, **given}
     out = attention(query, key, value, axis=cut.axis, method=method, **given)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _what(name: str, made: _Made | None, layout: What | None, documents: Spans | None) -> dict[str, Any]:
+    """Return what a layer's queries look at, as arguments of `attention`. `layout`: that of `sparse.use`."""
+    if layout is not None and made is not None:
+        raise ValueError(
+            f"attention over a cut sequence has a layout by zerofn.sparse.use, and {name} asks for a window besides; "
+            "build the model without a window, and put it into the layout."
+        )
+    if documents is not None and isinstance(layout, Layout | Blocks):
+        raise ValueError(
+            f"attention over a cut sequence has documents in its rows, and {name} a {type(layout).__name__} by "
+            "zerofn.sparse.use, which does not know them; give a pattern."
+        )
+    if made is None:
+        both = None if layout is None or documents is None else pattern_of(layout) & documents
+        return {"layout": both or layout or documents}
+    if made.window is not None:
+        return {"causal": False, "layout": made.window if documents is None else made.window & documents}
+    if documents is not None:
+        raise ValueError(f"attention over a cut sequence knows no chunks of documents, for which {name} asks.")
+    return {"mask": made.mask}
 
 
 def _unpacked(find: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:

@@ -83,6 +83,14 @@ def in_use() -> bool:
     return bool(the(_Running).modes)
 
 
+def layout_in_use() -> What | None:
+    """Return the layout of the layer that is running, for attention that obeys it by other means; None in others."""
+    modes = the(_Running).modes
+    for mode in modes:
+        mode.num_calls += 1
+    return modes[-1].layout if modes else None
+
+
 class _Running(threading.local):
     """The layouts of the layers that a thread is running, innermost last."""
 
@@ -129,7 +137,7 @@ class _ByLayout(TorchFunctionMode):
 
     def __init__(self, where: str, layout: What) -> None:
         super().__init__()
-        self._where, self._layout, self.num_calls = where, layout, 0
+        self._where, self.layout, self.num_calls = where, layout, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """`func`, or attention by the layout in its place."""
@@ -160,7 +168,7 @@ class _ByLayout(TorchFunctionMode):
                 f"{self._where} has {query.shape[-2]} queries and {key.shape[-2]} keys; a layout is of rows that look "
                 "at themselves. Build the model with use_cache=False, or leave its cross attention out of layers=."
             )
-        return attention(query, key, value, self._layout, is_causal=is_causal, scale=scale, dropout=dropout_p)
+        return attention(query, key, value, self.layout, is_causal=is_causal, scale=scale, dropout=dropout_p)
 
     def _is_triangle(self, mask: Tensor) -> bool:
         """Return whether a mask is a triangle; False if it hides nothing. Raises `ValueError` for others."""
