@@ -326,3 +326,22 @@ def test_masks_are_taken_apart_where_it_is_known_what_they_allow(name, monkeypat
     compiled = zerofn.compile(step)
     assert len(sparse_nodes(compiled.lower(w, masked_batch()))) == (name in IN_PARTS)
     close(compiled(w, masked_batch()), step(w, masked_batch()), 1e-12)
+
+
+def test_a_window_and_documents_of_long_rows_are_known_without_a_square():
+    length = 40_000  # a mask of it has more elements than a value that is looked at
+
+    def loss_fn(w, batch):
+        place, row = torch.arange(length), torch.arange(1)[:, None, None, None]
+        queries, keys = place[None, None, :, None], place[None, None, None]
+        number, position = packed(batch)
+        window = (position[row, keys] <= position[row, queries]) & (position[row, keys] > position[row, queries] - 1024)
+        mask = window & (number[row, queries] == number[row, keys])
+        x = batch["x"] * w
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, mask).square().sum()
+
+    batch = {"x": torch.zeros(1, 1, length, 8), "places": torch.arange(length)[None] % 5000}
+    step = zerofn.compile(lambda w, batch: {"found": zerofn.value_and_grad(loss_fn)(w, batch)})
+    (node,) = sparse_nodes(step.lower(torch.ones(8), batch))
+    layout = zerofn.sparse.layout(zerofn.sparse.sliding_window(1024) & zerofn.sparse.causal, length)
+    assert flops(node) == 2 * 2 * 8 * layout.computed
