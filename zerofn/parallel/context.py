@@ -185,9 +185,10 @@ def _mask(
         call.made.append(_Made(torch.ones((), dtype=torch.bool, device=device).expand(1, 1, q_length, length), window))
         return call.made[-1].mask
     if method == "ring" and call.axis.size > 1:
+        where = f"a window in {dtype} on {device}, only in float32, float64 and bfloat16 on the CPU"
         raise ValueError(
-            "attention over a cut sequence looks at all tokens before one, or in float32, float64 and bfloat16 on the "
-            f"CPU at a window, and not at chunks of {local_size}; write method='ulysses'"
+            "attention over a cut sequence looks at all tokens before one, or at a window of them, and not at "
+            f"{f'chunks of {local_size}' if window is None else where}; write method='ulysses'"
         )
     place = torch.arange(length, device=device)
     first = place.new_zeros(1, 1, 1, 1)  # of all rows and heads
