@@ -78,6 +78,16 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     assert found == [(0, "bf16", "bf16", 8), (3, "bf16", "bf16", 8)] and ", wire='bf16'" in out
 
 
+@pytest.mark.parametrize("wire", ["wire='int8'", "precision=zerofn.Precision(wire='int8')"])
+@pytest.mark.parametrize(("asked", "found"), [((), ["int8"]), (("--wire", "none", "fp8"), [None, "fp8"])], ids=str)
+def test_a_script_with_a_wire_of_its_own_is_planned_with_it_or_with_others(script, tmp_path, wire, asked, found):
+    script.write_text(SCRIPT.replace('precision="bf16"', wire))
+    arguments = ("--world", "2", "--stage", "3", "--offload", "none", "--precision", "none")
+    assert main(["plan", str(script), *arguments, *asked, "--json", str(tmp_path / "plan.json"), "--", "64"]) == 0
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert [row["wire"] for row in rows] == found
+
+
 def test_what_a_run_has_saved_is_left_alone(script, tmp_path, capsys):
     """The plan is of the model as it is written, which may be another one now."""
     saved = zerofn.Checkpoints(tmp_path / "run", every=1, signals=())

@@ -83,7 +83,7 @@ KNOW_DRY_RUNS = {
     "zerofn.planning.planner": "asks for how many ranks to plan",
     "zerofn.planning.plan_variants": "makes the machine that is not there",
     "zerofn.planning.rounds": "stops a script at its step",
-    "zerofn.training.outer_step": "copies parameters without reading drives",
+    "zerofn.training.outer_step": "copies parameters without reading drives, and compares nothing",
     "zerofn.graph.resident": "asks which tensors lie on the host",
     "zerofn.graph.liveness": "asks which tensors lie on the host",
     "zerofn.cost.simulator": "asks which tensors lie on the host",

@@ -259,8 +259,7 @@ _OF_CONFIGURATIONS = {  # options, and what a script does instead
 
 def _plan(args: argparse.Namespace) -> int:
     """Return the exit status: 1 if nothing fits."""
-    table = _table(args)
-    print(table.text())
+    print((table := _table(args)).text())
     if args.picture:
         table.picture(args.picture)
     if args.json:
@@ -284,8 +283,7 @@ def _table(args: argparse.Namespace) -> Table:
             raise ValueError(f"--{name.replace('_', '-')} has no effect on a script, which {why}; leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
-        usual = None if is_config else make(Mesh.planned({USUAL: ranks})).precision
-        asked = Asked(**{"precision": usual or ALL, **given}, rows=args.rows)
+        asked = _asked(None if is_config else make(Mesh.planned({USUAL: ranks})), given, args.rows)
 
         def step_on(mesh: Mesh) -> Step:
             # A configuration's model is the same on all meshes that agree along these axes: it is made once for each.
@@ -296,8 +294,14 @@ def _table(args: argparse.Namespace) -> Table:
     known = args.world is not None or where.nodes > 0
     grid = None if args.mesh is None and not is_config else grid_of(ranks, _sizes(args.mesh), known)
     found = make(grid) if grid is not None else _of_script(args, None, ranks if known else None)
-    asked = Asked(**{"precision": found.precision or ALL, **given}, rows=args.rows)
+    asked = _asked(found, given, args.rows)
     return plan_step(found.step, grid_of(ranks, found.mesh or grid, known), args.machine, where, asked)
+
+
+def _asked(found: StepToPlan | None, given: dict[str, Any], rows: Any) -> Asked:
+    """Return what is asked for, and what a script chose itself in place of what is not."""
+    own = {"precision": found.precision or ALL, "wire": found.wire} if found else {"precision": ALL}
+    return Asked(**{**own, **given}, rows=rows)
 
 
 def _sizes(text: str | None) -> dict[str, int] | None:
@@ -313,11 +317,12 @@ def _sizes(text: str | None) -> dict[str, int] | None:
 
 
 class StepToPlan(NamedTuple):
-    """A step to plan. `mesh`: the script's own, None where it makes none. `precision`: the script's own."""
+    """A step to plan. `mesh`, `precision`, `wire`: the script's own, None where it has none."""
 
     step: Step
     mesh: Mesh | None = None
     precision: Any = None
+    wire: Any = None
 
 
 def _of_config(args: argparse.Namespace, mesh: Mesh) -> StepToPlan:
@@ -350,7 +355,7 @@ def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = 
     found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
     chosen = found.options
     step = Step(found.step, found.init, found.batch, chosen["cuts"], chosen["unit"], chosen["again"])
-    return StepToPlan(step, chosen["mesh"], chosen["precision"])
+    return StepToPlan(step, *(chosen[name] for name in ("mesh", "precision", "wire")))
 
 
 def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:

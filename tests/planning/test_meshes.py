@@ -514,7 +514,7 @@ def test_what_does_not_fit_says_what_is_missing():
     tight = auto(world=2, remat=None, memory=least)
     assert [row.fits for row in tight].count(True) >= 1 and not tight[-1].fits
     assert all(row.fits or "too little" in row.lacks for row in tight)
-    assert tight.best.needs.device == least
+    assert tight.best.needs.device <= least
 
 
 @pytest.mark.whole

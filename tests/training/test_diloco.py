@@ -106,6 +106,34 @@ def test_a_run_goes_on_bit_for_bit_also_with_differences_on_their_way(ranks, tmp
         assert_same_trees(again, state)
 
 
+def gone_on_from_a_copy():
+    """Losses and states of a run whose differences are under way, and of a copy of it, one after the other."""
+    mesh = Mesh.make(replicate=2)
+    step, state = started(mesh, **LATE)
+    compiled = zerofn.compile(step)
+    state, _ = run(mesh, compiled, state, 0, 4)
+    kept = zerofn.copy(state)
+    state, after = run(mesh, compiled, state, 4)
+    kept, again = run(mesh, compiled, kept, 4)
+    return torch.stack(after), seen(state), torch.stack(again), seen(kept)
+
+
+def test_a_copy_goes_on_with_what_is_under_way(ranks):
+    for after, state, losses, again in ranks(2, gone_on_from_a_copy):
+        assert torch.equal(after, losses)
+        assert_same_trees(again, state)
+
+
+def of_another_rhythm():
+    step = zerofn.diloco(lambda state, batch: (state, None), every=3 + zerofn.rank())
+    with pytest.raises(RuntimeError, match="diloco: ranks differ"):
+        step.init(plain_state(Mesh.make(replicate=2)))
+
+
+def test_replicas_of_another_rhythm_are_told(ranks):
+    ranks(2, of_another_rhythm)
+
+
 def transfers_between_steps(tau):
     """How many transfers go on behind each of the first steps."""
     mesh, found = Mesh.make(replicate=2), []

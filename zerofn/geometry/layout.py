@@ -1,9 +1,12 @@
 """The place of every leaf: leaf <-> (unit, offset, shape). No communication here.
 
 [Note: layout] The leaves of one *unit* (usually a layer; FSDP's parameter group) are raveled into one flat buffer. Each
-leaf starts at a multiple of `ALIGN` elements. The buffer is padded so that it cuts into N equal shards of a multiple of
-`SHARD_MULTIPLE` elements; rank r owns the r-th shard. Padding is never read: it may hold anything. A unit whose leaves
-have no elements on this rank has none either: then those that it is cut over have nothing of it, and send nothing.
+leaf starts at a multiple of `ALIGN` elements. Slices of leaves along `tensor` come behind whole leaves, and start at a
+multiple of `SHARD_MULTIPLE`: so a block with a scale of its own, of what is sent or of moments in 8 bits, has elements
+of one kind, and ranks along `tensor` round whole leaves alike. The buffer is padded so that it cuts into N equal shards
+of a multiple of `SHARD_MULTIPLE` elements; rank r owns the r-th shard. Padding is never read: it may hold anything. A
+unit whose leaves have no elements on this rank has none either: then those that it is cut over have nothing of it, and
+send nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ class LeafInfo(NamedTuple):
 @dataclass(frozen=True)
 class Leaf:
     """One logical tensor, or this rank's slice of it: name, shape, and its place in the tree and in its unit's flat
-    buffer. `cuts`: how the slices of ranks make up the whole.
+    buffer. `cuts`: how the slices of ranks make up the whole. `order`: its place among the unit's leaves where all are
+    whole.
     """
 
     name: str
@@ -85,6 +89,7 @@ class Leaf:
     offset: int  # elements from the start of the unit
     dtype: torch.dtype = field(compare=False)
     cuts: tuple[Cut, ...] = ()
+    order: int = field(default=0, compare=False)
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -267,13 +272,13 @@ def make_layout(
 ) -> Layout:
     """Assign every tensor leaf of `params` a unit and an offset.
 
-    A unit is the key path up to its first integer component; leaves without one join by parent module. Units under
-    2^16 elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name ->
-    unit name) replaces these rules. There is one buffer per (unit, dtype, trainable, stages it lies on), and one of its
-    own for slices along `expert`, which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards`
-    like the others. Within it, leaves are ordered by (label, path), so that each label of an optimizer is one run of
-    elements. `dtype` replaces the leaves' floating dtype (the master's). `slice_of`: (name, shape) of a leaf -> the
-    shape of this rank's slice, and the cuts.
+    A unit is the key path up to its first integer component; leaves without one join by parent module. Units under 2^16
+    elements merge into the previous one, within one top-level entry of a nested tree. `unit` (leaf name -> unit name)
+    replaces these rules. There is one buffer per (unit, dtype, trainable, stages it lies on), and one of its own for
+    slices along `expert`, which fewer ranks have: it is cut into `of_experts` shards, by default `num_shards` like the
+    others. Within it, whole leaves come first, then slices along `tensor`; both are ordered by (label, path), so that
+    each label of an optimizer is one run of elements. `dtype` replaces the leaves' floating dtype (the master's).
+    `slice_of`: (name, shape) of a leaf -> the shape of this rank's slice, and the cuts.
 
     Raises `TypeError` for a complex leaf that is to be trained; integers never are.
     """
@@ -292,7 +297,8 @@ def make_layout(
     units = []
     for key, members in buffers.items():
         shards = of_experts if key.of_experts and of_experts is not None else num_shards
-        members = sorted(members, key=lambda i: (repr(label(tree.name_of(paths[i]), values[i])), place[i]))
+        labels = {i: repr(label(tree.name_of(paths[i]), values[i])) for i in members}
+        members = sorted(members, key=lambda i: (labels[i], place[i]))
         units.append(
             _unit(
                 names[key],
@@ -309,6 +315,12 @@ def make_layout(
 def cut_by_experts(cuts: Iterable[Cut]) -> bool:
     """Return whether slices of a leaf are those of experts."""
     return any(kind_of(cut.axis).experts for cut in cuts)
+
+
+def _is_slice(cuts: Iterable[Cut]) -> bool:
+    """Return whether ranks have slices of a leaf in a buffer that all of them have."""
+    kinds = [kind_of(cut.axis) for cut in cuts]
+    return any(not kind.experts and not kind.stages for kind in kinds)
 
 
 class _Kind(NamedTuple):
@@ -342,11 +354,14 @@ def _unit(
     trainable: bool,
     num_shards: int,
 ) -> Unit:
-    leaves, offset = [], 0
-    for index, leaf_name, shape, cuts in members:
-        leaf = Leaf(leaf_name, shape, index, offset, dtype, cuts)
+    leaves: list[Leaf] = []
+    offset = 0
+    for order, (index, leaf_name, shape, cuts) in sorted(enumerate(members), key=lambda x: _is_slice(x[1][3])):
+        if leaves and _is_slice(cuts) and not _is_slice(leaves[-1].cuts):
+            offset = padded(offset, SHARD_MULTIPLE)
+        leaf = Leaf(leaf_name, shape, index, offset, dtype, cuts, order)
         leaves.append(leaf)
-        offset = -(-leaf.stop // ALIGN) * ALIGN
+        offset = padded(leaf.stop, ALIGN)
     return Unit(name, tuple(leaves), padded(offset, block), trainable, dtype, num_shards)
 
 

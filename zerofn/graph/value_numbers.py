@@ -78,9 +78,10 @@ class Numbers:
         known = traits(node)
         if known.cuts or node.target is ops.as_part.default:
             return number(name_of(node))  # each rank's own by right
-        if only_moves(node):
+        joins = known.replicated or known.collective == "scatter" or node.target is ops.as_shard.default
+        if only_moves(node) and not joins:
             return now(node.all_input_nodes[-1])  # where a shard lies is, too
-        if known.replicated or known.collective == "scatter":
+        if joins:
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
                 return number("transfer", self._transfers)

@@ -331,7 +331,9 @@ class Row:
         if self.others:
             known["others"] = [{**x._asdict(), "row": None if x.row is None else x.row.json()} for x in self.others]
         written = {
-            k: None if x is None else str(x) for k, x in self.config._asdict().items() if k in ("offload", "precision")
+            k: None if x is None else str(x)
+            for k, x in self.config._asdict().items()
+            if k in ("offload", "precision", "wire")
         }
         return {
             **self.config._asdict(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -48,11 +47,11 @@ _Key = tuple[str, int]  # name and size of a unit
 
 class _Places(NamedTuple):
     """Where the leaves of a unit lie once all of them are whole. `stop`: where the last one ends, in any tree.
-    `offsets`: of each leaf, by `_places`; None if there is nothing to change.
+    `offsets`: of each leaf, by its order; None if there is nothing to change.
     """
 
     stop: int
-    offsets: dict[Any, int] | None = None
+    offsets: dict[int, int] | None = None
 
     @staticmethod
     def of(units: Sequence[Unit]) -> _Places:
@@ -60,17 +59,14 @@ class _Places(NamedTuple):
         stop = max(leaf.stop for unit in units for leaf in unit.leaves)
         if not any(leaf.cuts for unit in units for leaf in unit.leaves):
             return _Places(stop)
-        found = [_places(unit.leaves) for unit in units]
-        ends = [Counter(place[:3] for place in places) for places in found]
-        if any(n > 1 and n != other.get(place, n) for one in ends for place, n in one.items() for other in ends):
-            return _Places(stop, {})  # empty slices of one shape, of which a tree has some
-        offsets, at, before = dict[Any, int](), 0, 0
-        for place in sorted({place for places in found for place in places}):
-            offset, numel, shape, _ = place
-            if offset < before:
+        shapes: dict[int, tuple[int, ...]] = {}
+        for leaf in (leaf for unit in units for leaf in unit.leaves):
+            if shapes.setdefault(leaf.order, leaf.whole) != leaf.whole:
                 return _Places(stop, {})  # units of different trees that are not the same
-            offsets[place], before, stop = at, offset + numel, at + math.prod(shape)
-            at = -(-stop // ALIGN) * ALIGN
+        offsets, at = dict[int, int](), 0
+        for order in sorted(shapes):
+            offsets[order], stop = at, at + math.prod(shapes[order])
+            at = padded(stop, ALIGN)
         return _Places(stop, offsets)
 
     def whole(self, unit: Unit) -> tuple[Leaf, ...]:
@@ -78,26 +74,13 @@ class _Places(NamedTuple):
         offsets = self.offsets
         if offsets is None:
             return unit.leaves
-        found = [offsets.get(place) for place in _places(unit.leaves)]
-        if None in found or len(set(found)) < len(found):
+        if not offsets:
             raise RuntimeError(
                 f"abstract: two trees have a unit {unit.name!r}, and slices of other leaves in it, so this state "
                 "cannot be sent to another process. Make one there, and give that to zerofn.load."
             )
-        pairs = zip(unit.leaves, found, strict=True)
-        return tuple(replace(leaf, shape=leaf.whole, offset=at, cuts=()) for leaf, at in pairs if at is not None)
-
-
-def _places(leaves: Sequence[Leaf]) -> list[tuple[int, int, tuple[int, ...], int]]:
-    """Return what tells the leaves of a unit from each other, in any tree. Empty slices lie where the next leaf does,
-    and those of one shape are counted.
-    """
-    found, seen = [], Counter[Any]()
-    for leaf in leaves:
-        place = leaf.offset, leaf.numel, leaf.whole
-        found.append((*place, seen[place]))
-        seen[place] += 1
-    return found
+        leaves = sorted(unit.leaves, key=lambda leaf: leaf.order)
+        return tuple(replace(leaf, shape=leaf.whole, offset=offsets[leaf.order], cuts=()) for leaf in leaves)
 
 
 class _Abstract(Sharded):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description,
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 from .transfers import equalize, of_first, whole_leaves
-from .wire import Wire
+from .wire import Wire, word_of
 
 log = logging.getLogger("zerofn")
 
@@ -144,14 +145,17 @@ def _shard_dry(state_or_init: Any, where: Mesh, asked: dict[str, Any], unit: Any
     """Return the state of a dry run, in which a script comes to its first step."""
     dry_run = current_dry_run()
     assert dry_run is not None
-    precision = resolve(asked["precision"], asked["wire"]) if asked["wire"] else asked["precision"]
+    wire = word_of(resolve(asked["precision"], asked["wire"]).wire)
+    given: dict[str, Any] = {"precision": asked["precision"], "wire": wire}
+    if isinstance(given["precision"], Precision):
+        given["precision"] = replace(given["precision"], wire=None)
     with FakeMachine(False, 1.0, 1.0)():
-        first = initial(state_or_init, resolve(precision))
+        first = initial(state_or_init, resolve(**given))
         grid = Mesh((Axis(USUAL, 1),)) if where.ranks else where
         here = {**asked, "offload": None, "hpz": asked["hpz"] and grid.num_ranks > 1}  # the script itself may be alone
         state = shard_fake(first, Partition.zero(grid, **here), unit)
     chosen = {"mesh": None if where.ranks else where, "cuts": asked["cuts"], "again": asked["hpz"]}
-    dry_run.shards(state, state_or_init, {"precision": precision, "unit": unit, **chosen})
+    dry_run.shards(state, state_or_init, {**given, "unit": unit, **chosen})
     return state
 
 

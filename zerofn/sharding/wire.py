@@ -214,6 +214,12 @@ def wire_of(wire: Any) -> Wire | None:
     return Wire(wire, wire)
 
 
+def word_of(wire: Any) -> Any:
+    """Return the word that means the same as a wire; itself if there is none."""
+    form = wire.reduce if isinstance(wire, Wire) else None
+    return form if form in REDUCES and wire == Wire(form, form) else wire
+
+
 def along(wire: Given, axis: Axis) -> Wire | None:
     """Return the form in which units travel along an axis, perhaps one for several."""
     if not isinstance(wire, WireByAxis):

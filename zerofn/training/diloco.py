@@ -34,6 +34,7 @@ from .outer_step import (
     Mean,
     Meeting,
     anchor_of,
+    check_alike,
     fragments_of,
     masters_of,
     meeting_of,
@@ -208,13 +209,14 @@ class Diloco:
 
     def init(self, state: Any) -> DilocoState:
         """Return the state of a run that begins: each replica has `state`, whose memory it takes over. All ranks must
-        call it; nothing is sent.
+        call it, of steps that were made with the same arguments; else all raise `RuntimeError`.
 
         `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for another mesh, for
         hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
         """
         params = self._checked(state)
         replicas = self.replicas(params.spec.mesh)
+        check_alike(f"{self!r} with outer={self.outer!r}")
         with torch.no_grad():
             anchor = anchor_of(params)
             fragments = fragments_of(params, self.fragments)
@@ -376,7 +378,7 @@ class _Meetings:
         return Mean(differences, self._replicas.axis, self._step.wire)
 
     def _under_way(self, f: int) -> Mean | None:
-        """Return what is sent of a fragment; None if it was loaded, or copied, and nothing is."""
+        """Return what is sent of a fragment; None if it was loaded, and nothing is."""
         mean = getattr(self._sent[f], "under_way", None)
         return None if mean is None or mean.lost else mean
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ..comm.transport import wait_
 from ..comm.wire import row_bytes
 from ..dry_run.fake_machine import fake_machine
 from ..geometry.layout import restrict
+from ..job.agreement import agree
 from ..job.in_flight import pending
 from ..job.step_order import meetings
 from ..offload.policy import Offload
@@ -28,6 +30,12 @@ from ..sharding.wire import Wire
 from ..util.by_identity import ByIdentity
 
 Fragment = tuple[int, ...]  # the numbers of its units
+
+
+def check_alike(text: str) -> None:
+    """Raise `RuntimeError` on every rank unless all ranks say the same of how they train apart."""
+    if fake_machine() is None:
+        agree("diloco", text)
 
 
 def fragments_of(params: Sharded, num: int) -> list[Fragment]:
@@ -51,8 +59,8 @@ def masters_of(params: Sharded) -> list[Tensor]:
 
 def part(x: Sharded, fragment: Fragment) -> Sharded:
     """Return the units of a fragment, in the same memory, without gathered copies."""
-    for copy in x.copies or ():  # what fills it is sent from these shards
-        wait_(copy)
+    for gathered in x.copies or ():  # what fills it is sent from these shards
+        wait_(gathered)
     return Sharded(_part(ByIdentity(x.spec), fragment), [x.stored[k] for k in fragment])
 
 
@@ -82,20 +90,27 @@ class Differences(Sharded):
         super().__init__(spec, shards)
         self.under_way = under_way
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Differences:
+        """Return a copy that uses the same transfer: a step may go on with either, or with one after the other."""
+        if self.under_way is not None:
+            self.under_way.shared = True
+        return Differences(self.spec, copy.deepcopy(self.stored, memo), self.under_way)
+
 
 tree.register_node(Differences, lambda x: (x.shards, x.spec), lambda spec, shards: Sharded(spec, shards))
 
 
 class Mean:
     """The mean over replicas of a fragment's differences, under way: a reduce-scatter and an all-gather along `axis`,
-    in the form that `wire` says. Sums are in rank order. All ranks of the axis must go on at the same step.
+    in the form that `wire` says. Sums are in rank order. All ranks of the axis must go on at the same step. `shared`:
+    whether several states use it.
     """
 
     def __init__(self, differences: Sharded, axis: Axis, wire: Wire | None) -> None:
         self._spec, self._axis, self._wire = differences.spec, axis, wire
         self._generation = pending().generation
         self._parts = self._started("reduce", differences.shards)
-        self._gathered = False
+        self._gathered, self._means, self.shared = False, list[Tensor](), False
 
     @property
     def lost(self) -> bool:
@@ -109,9 +124,11 @@ class Mean:
             self._gathered = True
 
     def finished(self) -> list[Tensor]:
-        """Wait for the means: the shards of each unit."""
-        self.go_on()
-        return self._waited()
+        """Wait for the means: the shards of each unit, which the caller may write to."""
+        if not self._means:
+            self.go_on()
+            self._means = self._waited()
+        return [x.clone() for x in self._means] if self.shared else self._means
 
     def _waited(self) -> list[Tensor]:
         meetings().take_up(self._meetings)
