@@ -395,6 +395,10 @@ def test_where_it_may_stand_and_its_arguments():
         optim.chain(optim.clip(1.0), onebit())
     with pytest.raises(ValueError, match="freeze_step must be at least 1"):
         onebit(freeze_step=0)
+    with pytest.raises(ValueError, match="freeze_step=inf is a number of updates; write a whole number"):
+        onebit(freeze_step=float("inf"))
+    with pytest.raises(ValueError, match="min_coeff=5 is larger than max_coeff=1"):
+        optim.onebit_lamb(1e-3, freeze_step=2, min_coeff=5, max_coeff=1)
     with pytest.raises(ValueError, match=r"freeze_step=1\.5 is a number of updates; write 1"):
         onebit(freeze_step=1.5)
 

@@ -134,6 +134,17 @@ def test_replicas_of_another_rhythm_are_told(ranks):
     ranks(2, of_another_rhythm)
 
 
+def with_feedback():
+    init = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.adamw(RATE))  # noqa: E731
+    wire = zerofn.Wire("int8", "int8", feedback=True)
+    with pytest.raises(NotImplementedError, match="replicas keep no error feedback"):
+        step_of(every=4).init(zerofn.shard(init, mesh=Mesh.make(replicate=2), wire=wire))
+
+
+def test_error_feedback_is_told(ranks):
+    ranks(2, with_feedback)
+
+
 def transfers_between_steps(tau):
     """How many transfers go on behind each of the first steps."""
     mesh, found = Mesh.make(replicate=2), []

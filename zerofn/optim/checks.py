@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any
@@ -38,8 +39,15 @@ def count(where: str, low: int, **values: Any) -> None:
     """Raise `TypeError` unless all `values` are numbers, `ValueError` unless they are whole and at least `low`."""
     number(where, low, **values)
     for name, value in values.items():
-        if int(value) != value:
-            raise ValueError(f"{where}: {name}={value!r} is a number of updates; write {int(value)}.")
+        if not float(value).is_integer():
+            instead = int(value) if math.isfinite(value) else "a whole number"
+            raise ValueError(f"{where}: {name}={value!r} is a number of updates; write {instead}.")
+
+
+def interval(where: str, low: tuple[str, float], high: tuple[str, float]) -> None:
+    """Raise `ValueError` unless the first bound, a name and a value, is at most the second."""
+    if low[1] > high[1]:
+        raise ValueError(f"{where}: {low[0]}={low[1]} is larger than {high[0]}={high[1]}; write a smaller one.")
 
 
 def learning_rate(where: str, value: Any) -> None:

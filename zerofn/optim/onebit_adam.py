@@ -63,12 +63,13 @@ def onebit_adam(
     2,048 elements: 1/31.75 of float32. What they leave out it adds to what it sends next, and so does the owner of each
     shard with the sum. Steps are p -= learning_rate * (m' / (sqrt(v') + eps) + weight_decay * p), where m' and v' are
     bias-corrected, v' by the number of updates it has had. An element without a gradient up to `freeze_step` has no v,
-    and stays as it is.
+    and is moved by weight decay alone. In the first of these steps m is rounded to signs, too, and what they lack comes
+    with the next ones; the paper has it exact there.
 
-    Its state takes 4 bytes a parameter for what each rank's signs have left out, on every rank and at every stage,
-    beside m and v. At stages 1 to 3, m and v are cut over ranks, and parameters are gathered as always (see
-    `zerofn.Wire`); every stage has the bits of stage 0. On one rank, and for plain parameters, nothing is sent and
-    nothing is left out.
+    Beside m and v its state takes 4 bytes a parameter for what each rank's signs have left out, on every rank and at
+    every stage, and 4 / ranks for what the sums' signs have. At stages 1 to 3, m and v are cut over ranks, and
+    parameters are gathered as always (see `zerofn.Wire`); every stage has the bits of stage 0. On one rank, and for
+    plain parameters, nothing is sent and nothing is left out.
 
     Gradients come from `state.value_and_grad`, which leaves them apart on ranks. Before it in a `chain` may stand what
     multiplies all of them by one number: `clip_by_global_norm` clips by the root of the mean over ranks of their

@@ -296,6 +296,10 @@ class Diloco:
             raise ValueError(
                 "diloco: with hpz=True replicas share one state, and here each has its own; leave hpz out."
             )
+        if params.spec.precision.feeds_back:
+            raise NotImplementedError(
+                "diloco: replicas keep no error feedback of gradients; leave feedback=True out of shard(wire=...)."
+            )
         if any(is_sharded(x) and x.spec.of_ranks for x in leaves):
             raise NotImplementedError(
                 "diloco: the inner optimizer adds gradients over ranks itself, those of all replicas; write "
