@@ -316,6 +316,7 @@ def test_a_config_is_planned_in_stages(tmp_path, capsys):
     assert "--microbatches has no effect on a script, which accumulates over its own" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_layers_with_parts_of_the_tokens_are_planned(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
     config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}

@@ -20,6 +20,7 @@ def apart(batch):
     return made
 
 
+@pytest.mark.part(keys=[{"return_flash_attn_kwargs": True, "return_seq_idx": True}], length=[60])
 @pytest.mark.parametrize("keys", [{}, {"return_flash_attn_kwargs": True, "return_seq_idx": True}], ids=str)
 @pytest.mark.parametrize("length", [8, 60])
 def test_packed_documents_train_as_they_do_apart(tmp_path, length, keys, caplog):

@@ -11,7 +11,7 @@ from tests.support import optim_trees as trees
 from zerofn import optim
 
 
-@pytest.mark.part(reset=[True])
+@pytest.mark.whole
 @pytest.mark.parametrize("reset", [False, True])
 def test_lookahead_is_that_of_optax(reset):
     tx = optim.lookahead(optim.adam(0.1), 2, 0.3, reset)

@@ -87,7 +87,7 @@ CASES = [(name, 6, 3, causal) for name, causal in itertools.product(PATTERNS, (T
 DEALS = {3: [None, Chunks.in_order(3), Chunks(((0, 3), (1, 5), (2, 4)))], 2: [None, Chunks.in_order(2)], 1: [None]}
 
 
-@pytest.mark.part(num_ranks=[2])
+@pytest.mark.part(num_ranks=[2], method=["ring"])
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_values_and_gradients_are_those_of_a_dense_mask(ranks, num_ranks, method):
@@ -366,6 +366,7 @@ def recomputed(options):
     return loss.item(), compiled.lower(state, batch).memory().total
 
 
+@pytest.mark.whole
 def test_a_step_within_a_budget_has_the_same_bits(ranks):
     kept, again = (ranks(2, recomputed, options) for options in ({}, {"remat": "full"}))
     memory = (max(peak for _, peak in kept) + max(peak for _, peak in again)) // 2

@@ -115,10 +115,10 @@ def onebit_lamb(
     checks.mask(name, mask)
     checks.count(name, 1, freeze_step=freeze_step)
     checks.number(name, 0.0, weight_decay=weight_decay, min_coeff=min_coeff, factor_min=factor_min)
-    checks.interval(name, ("min_coeff", min_coeff), ("max_coeff", max_coeff))
-    checks.interval(name, ("factor_min", factor_min), ("factor_max", factor_max))
     checks.number(name, 0.0, above=True, max_coeff=max_coeff, factor_max=factor_max)
     checks.number(name, 0.0, below=1.0, coeff_beta=coeff_beta, factor_threshold=factor_threshold)
+    checks.interval(name, ("min_coeff", min_coeff), ("max_coeff", max_coeff))
+    checks.interval(name, ("factor_min", factor_min), ("factor_max", factor_max))
     how = _How(learning_rate, b1, b2, eps, min_coeff, max_coeff, coeff_beta, factor_min, factor_max, factor_threshold)
     rule = _Rule(name, how, LeafConstants(weight_decay, mask, None))
     label = rule.constants.both if mask else None
