@@ -251,6 +251,27 @@ def test_microbatches_are_added_up_before_they_are_sent(ranks, size):
     ranks(size, in_microbatches)
 
 
+def with_a_shorter_batch():
+    """On rank 1, behind the freeze step: captured as eagerly."""
+
+    def shorter(rank, step):
+        return rows(rank, step)[: 5 if rank and step >= 6 else 8]
+
+    for stage in (3, 0):
+        eager, captured = (trained(*how(started(stage)), batch=shorter) for how in (lambda x: x, _compiled))
+        assert_same_trees(captured[0], eager[0], f"stage {stage}")
+        assert_same_trees(zerofn.unshard(captured[1]).params, zerofn.unshard(eager[1]).params, f"stage {stage}")
+
+
+def _compiled(given):
+    return given[0], zerofn.compile(given[1])
+
+
+@pytest.mark.parametrize("size", [2])
+def test_ranks_may_have_batches_of_other_lengths(ranks, size):
+    ranks(size, with_a_shorter_batch)
+
+
 def restarted(folder):
     """At another stage, and at the same number of ranks: bit for bit."""
     for stage in (3, 0):

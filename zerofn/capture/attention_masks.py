@@ -31,16 +31,15 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .._torch_compat import FakeTensor, OpOverload, current_trace, fused_attention, node_of, plain_dispatch
-from ..ops.registry import base_name
+from .._torch_compat import FakeTensor, fused_attention, plain_dispatch
+from ..sparse.patterns import booleans_of
 from ..sparse.use import in_use
 from ..util.patches import Patches
 from . import known_values, sparse_masks
-from .known_values import Values, values_of
-from .sparse_masks import tensor_of
+from .known_values import Values, looked_at_once
+from .sparse_masks import is_conjunction, tensor_of
 
 aten = torch.ops.aten
-_ANDS = {"bitwise_and", "logical_and"}
 _ALIGNED = 16  # elements: rows of a bias begin at multiples, for kernels of CUDA
 
 
@@ -65,6 +64,11 @@ class _Mask(NamedTuple):
     made: dict[torch.dtype, Tensor]
     keys: tuple[Node, ...] = ()
     rows: bool = False
+
+    @property
+    def is_shape(self) -> bool:
+        """Whether it allows all pairs, or all of a triangle."""
+        return self.shape.full and not self.keys and not self.rows
 
     def least(self, mask: Tensor) -> Tensor:
         """Return the mask, or a smaller one in its place."""
@@ -95,11 +99,10 @@ def shape_of(mask: Tensor) -> Shape | None:
     """Return the shape of a mask by its value: booleans, or numbers to add, 0 where a pair is allowed and the least or
     -inf where not; None if rows differ, or other numbers are added.
     """
-    if mask.dtype != torch.bool:
-        hidden = mask <= torch.finfo(mask.dtype).min
-        if not bool((hidden | (mask == 0)).all()):
-            return None
-        mask = ~hidden
+    found = booleans_of(mask)
+    if found is None:
+        return None
+    mask = found
     while mask.dim() > 2:
         if mask.stride(0) and not torch.equal(mask[1:], mask[:1].expand_as(mask[1:])):
             return None
@@ -125,17 +128,7 @@ def shape_known(mask: Tensor) -> Shape | None:
 
 def _found(mask: Tensor) -> _Mask | None:
     """Return what is known of a traced mask; None if that does not help."""
-    trace: Any = current_trace()
-    node = None if trace is None else node_of(trace.tracer, mask)
-    if node is None:
-        return None
-    values = values_of(trace.tracer)
-    kept = vars(trace.tracer).setdefault("_zerofn_masks", {})
-    if node not in kept or values.is_written(node):
-        with plain_dispatch():
-            kept[node] = _look(values, node)
-    result: _Mask | None = kept[node]
-    return result
+    return looked_at_once(mask, "_zerofn_masks", _look)
 
 
 def _look(values: Values, node: Node) -> _Mask | None:
@@ -163,8 +156,7 @@ def _look(values: Values, node: Node) -> _Mask | None:
 
 def _factors(node: Node) -> list[Node]:
     """Return what a mask is the conjunction of."""
-    is_and = isinstance(node.target, OpOverload) and base_name(node.target) in _ANDS
-    if not is_and or not all(isinstance(x, Node) for x in node.args):
+    if not is_conjunction(node):
         return [node]
     return [x for arg in node.args for x in _factors(arg)]  # type: ignore[arg-type]
 
@@ -206,7 +198,7 @@ class _Attention(NamedTuple):
 
     def masked(self, mask: Tensor, found: _Mask) -> Tensor:
         """Attention with a mask of which something is known."""
-        if found.shape.full and not found.keys and not found.rows:
+        if found.is_shape:
             return self.without_mask(mask, found.shape.triangle)
         return self._beside_triangle(mask, found) if found.shape.triangle else self.plainly(found.least(mask))
 
@@ -294,8 +286,7 @@ def _recognising(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if found is None:
             return call.plainly(attn_mask)
         if with_layout:  # beside a layout there may be a triangle alone: what else there is, is refused
-            plain = found.shape.full and not found.keys and not found.rows
-            return call.plainly(None, found.shape.triangle) if plain else call.plainly(attn_mask)
+            return call.plainly(None, found.shape.triangle) if found.is_shape else call.plainly(attn_mask)
         return call.masked(attn_mask, found)
 
     return attended

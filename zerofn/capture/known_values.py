@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..util.patches import Patches, Replacement
 from .host_checks import passing_answer
 
 MOST = 1 << 28  # elements of a value: a mask of 16,384 tokens
+T = TypeVar("T")
 _KEPT = 1 << 20  # elements of a value that is kept for the next question
 _UNKNOWN_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 
@@ -47,6 +48,22 @@ def values_of(tracer: Any) -> Values:
         kept["_zerofn_values"] = Values(tracer)
     values: Values = kept["_zerofn_values"]
     return values
+
+
+def looked_at_once(x: Tensor, name: str, look: Callable[[Values, Node], T | None]) -> T | None:
+    """Return what `look` finds of a traced tensor, which is asked once unless the tensor is written to; None of others.
+    `name`: under which the trace keeps it.
+    """
+    trace: Any = current_trace()
+    node = None if trace is None else node_of(trace.tracer, x)
+    if node is None:
+        return None
+    values = values_of(trace.tracer)
+    kept: dict[Node, T | None] = vars(trace.tracer).setdefault(name, {})
+    if node not in kept or values.is_written(node):
+        with plain_dispatch():
+            kept[node] = look(values, node)
+    return kept[node]
 
 
 def answer(func: OpOverload, args: Any, kwargs: Any) -> Any:

@@ -23,20 +23,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .._torch_compat import OpOverload, bind, current_trace, node_of, plain_dispatch, tensor_in_mode
+from .._torch_compat import OpOverload, bind, current_trace, plain_dispatch, tensor_in_mode
 from ..ops import native
+from ..ops.block_attention import NUMBERS
 from ..ops.registry import SAME, base_name
 from ..sparse.attention import by_layout, known
 from ..sparse.layout import Layout, layout
-from ..sparse.patterns import Band, Everything, Given, Pattern, Sizes
+from ..sparse.patterns import Band, Everything, Given, Pattern, Sizes, booleans_of, spans_of
 from . import known_values
-from .known_values import Values, values_of
+from .known_values import Values, looked_at_once
 from .moved_elements import elements_of, root_of
 
 aten = torch.ops.aten
 _ANDS = {"bitwise_and", "logical_and"}
 _COUNTS = (torch.int32, torch.int64)
-_NUMBERS = (torch.float32, torch.float64, torch.bfloat16)
 # Of key - query, by a comparison key `op` query + x: the least and the greatest. None is no bound.
 _BANDS: dict[Any, Any] = {
     "le": lambda x: (None, x),
@@ -94,20 +94,11 @@ class _Documents(NamedTuple):
 
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
     """Return attention to what a mask of a trace allows; None where torch's own is as fast, or more hidden."""
-    trace: Any = current_trace()
-    node = None if trace is None else node_of(trace.tracer, mask)
-    if node is None or not _fits(q, k, v, mask):
-        return None
-    values = values_of(trace.tracer)
-    kept = vars(trace.tracer).setdefault("_zerofn_sparse_masks", {})
-    if node not in kept or values.is_written(node):
-        with plain_dispatch():
-            kept[node] = _allowed(values, node)
-    found: Allowed | None = kept[node]
+    found = looked_at_once(mask, "_zerofn_sparse_masks", _allowed) if _fits(q, k, v, mask) else None
     if found is None:
         return None
     if found.numbers is not None and not found.spans:
-        found.spans.append(_spans(tensor_of(found.numbers)))
+        found.spans.append(spans_of(tensor_of(found.numbers)))
     return by_layout(q, k, v, found.tiles, found.spans[0] if found.spans else None, scale)
 
 
@@ -123,7 +114,7 @@ def tensor_of(node: Node) -> Tensor:
 
 def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     """Return whether the operation takes these tensors."""
-    if q.device.type != "cpu" or native.missing() is not None or q.dtype not in _NUMBERS:
+    if q.device.type != "cpu" or native.missing() is not None or q.dtype not in NUMBERS:
         return False
     if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
         return False
@@ -132,13 +123,6 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     of_rows = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
     wide = mask.shape[-4:-2]  # [.., heads]
     return of_rows and all(n in (1, own) for n, own in zip(reversed(wide), (q.shape[1], q.shape[0]), strict=False))
-
-
-def _spans(numbers: Tensor) -> Tensor:
-    """Return of each token the first one with its number and the one behind the last, int32 [rows, tokens, 2]."""
-    numbers = numbers[None] if numbers.dim() == 1 else numbers
-    ends = [torch.searchsorted(numbers, numbers, right=right) for right in (False, True)]
-    return torch.stack(ends, -1).to(torch.int32)
 
 
 # --- what is worth it ----------------------------------------------------------------------------
@@ -189,6 +173,12 @@ def _allowed(values: Values, node: Node) -> Allowed | None:
     return Allowed(tiles, None if own is None else own.numbers, [])
 
 
+def is_conjunction(node: Node) -> bool:
+    """Return whether a mask allows what two others both do."""
+    is_and = isinstance(node.target, OpOverload) and base_name(node.target) in _ANDS
+    return is_and and all(isinstance(x, Node) for x in node.args)
+
+
 def _factors(values: Values, node: Node, lifted: bool = False) -> list[_Factor]:
     """Return what a mask is the conjunction of. What was written to is a factor as a whole."""
     while node.target in (*SAME, aten.expand.default) or node.target is aten.unsqueeze.default:
@@ -197,8 +187,7 @@ def _factors(values: Values, node: Node, lifted: bool = False) -> list[_Factor]:
                 break
             lifted = True
         node = node.args[0]  # type: ignore[assignment]
-    is_and = isinstance(node.target, OpOverload) and base_name(node.target) in _ANDS
-    if not is_and or values.is_written(node) or not all(isinstance(x, Node) for x in node.args):
+    if not is_conjunction(node) or values.is_written(node):
         return [_Factor(node, lifted)]
     return [x for arg in node.args for x in _factors(values, arg, lifted)]  # type: ignore[arg-type]
 
@@ -229,7 +218,7 @@ def _pattern(values: Values, factor: _Factor, documents: _Documents | None, size
             *(x if bound is None else bound for x, bound in zip((1 - sizes[0], sizes[1] - 1), band, strict=True))
         )
     value = values.of(factor.node)
-    mask = None if value is None else _booleans(value)
+    mask = None if value is None else booleans_of(value)
     if mask is not None and bool(mask.all()):
         return Everything()
     if mask is None or math.prod(sizes) > known_values.MOST:
@@ -238,16 +227,6 @@ def _pattern(values: Values, factor: _Factor, documents: _Documents | None, size
     if len(mask) > 1 and not torch.equal(mask[1:], mask[:1].expand_as(mask[1:])):
         return None
     return Given(mask[0])
-
-
-def _booleans(value: Tensor) -> Tensor | None:
-    """Return a mask, or numbers to add that stand for one, as booleans; None of other numbers."""
-    if value.dtype == torch.bool:
-        return value
-    if not value.is_floating_point():
-        return None
-    hidden = value <= torch.finfo(value.dtype).min
-    return ~hidden if bool((hidden | (value == 0)).all()) else None
 
 
 def _documents(values: Values, factor: _Factor) -> _Documents | None:

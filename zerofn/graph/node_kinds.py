@@ -87,6 +87,11 @@ def reduces(node: Node) -> bool:
     return traits(node).collective == "scatter"
 
 
+def makes_one(node: Node) -> bool:
+    """Return whether `node` makes one value of what ranks have: the same on all of an axis, or shards of it."""
+    return traits(node).replicated or reduces(node) or node.target is ops.as_shard.default
+
+
 def casts(node: Node) -> bool:
     """Return whether `node` casts: its result is the same numbers in another dtype."""
     return traits(node).casts

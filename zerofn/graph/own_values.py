@@ -19,7 +19,7 @@ from ..comm.mesh import Mesh
 from ..ops.registry import OnShard
 from .alias import sources, writes
 from .nested import Call, call_of
-from .node_kinds import argument, traits
+from .node_kinds import argument, makes_one, traits
 from .program import Program, owners, tensor_of
 
 ops = torch.ops.zerofn
@@ -162,7 +162,7 @@ class _Follower:
         known = traits(node)
         if known.on_shard is OnShard.SHAPE or _is_empty(node):
             return _NONE
-        if known.replicated or known.collective == "scatter" or node.target is ops.as_shard.default:
+        if makes_one(node):
             axes = self._axes(node)
             left = frozenset((cause, axis) for cause, axis in read if axis not in axes)
             cut = known.collective == "scatter" and not argument(node, "unit")

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..ops.registry import OnShard
 from .alias import roots, writes
 from .nested import Call, call_of
-from .node_kinds import only_moves, traits
+from .node_kinds import makes_one, only_moves, traits
 from .node_text import NodeText, name_of
 from .own_values import axes_of_transfer
 from .program import Program
@@ -78,10 +78,9 @@ class Numbers:
         known = traits(node)
         if known.cuts or node.target is ops.as_part.default:
             return number(name_of(node))  # each rank's own by right
-        joins = known.replicated or known.collective == "scatter" or node.target is ops.as_shard.default
-        if only_moves(node) and not joins:
+        if only_moves(node) and not makes_one(node):
             return now(node.all_input_nodes[-1])  # where a shard lies is, too
-        if joins:
+        if makes_one(node):
             if self._axis in axes_of_transfer(self._program.mesh, node):  # type: ignore[arg-type]
                 self._transfers += 1
                 return number("transfer", self._transfers)

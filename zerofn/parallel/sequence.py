@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Axis, Mesh
+from ..sparse.patterns import spans_of
 from ..util.arguments import checked
 from .chunks import Chunks, chunks_for
 
@@ -120,5 +121,4 @@ def _spans(positions: Tensor | None, ids: Tensor) -> Tensor | None:
             f"split_sequence: position_ids must be {list(ids.shape)} as 'input_ids', begin with 0 and go on by 1 or, "
             f"where another document begins, anew with 0; got {list(positions.shape)}: {positions.tolist()}."
         )
-    first = (places - positions).contiguous()
-    return torch.stack([first, torch.searchsorted(first, first, right=True)], -1).to(torch.int32)
+    return spans_of((places - positions).contiguous())

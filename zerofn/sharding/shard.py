@@ -145,17 +145,16 @@ def _shard_dry(state_or_init: Any, where: Mesh, asked: dict[str, Any], unit: Any
     """Return the state of a dry run, in which a script comes to its first step."""
     dry_run = current_dry_run()
     assert dry_run is not None
-    wire = word_of(resolve(asked["precision"], asked["wire"]).wire)
-    given: dict[str, Any] = {"precision": asked["precision"], "wire": wire}
-    if isinstance(given["precision"], Precision):
-        given["precision"] = replace(given["precision"], wire=None)
+    precision, given = resolve(asked["precision"], asked["wire"]), asked["precision"]
+    if isinstance(given, Precision):
+        given = replace(given, wire=None)
     with FakeMachine(False, 1.0, 1.0)():
-        first = initial(state_or_init, resolve(**given))
+        first = initial(state_or_init, precision)
         grid = Mesh((Axis(USUAL, 1),)) if where.ranks else where
         here = {**asked, "offload": None, "hpz": asked["hpz"] and grid.num_ranks > 1}  # the script itself may be alone
         state = shard_fake(first, Partition.zero(grid, **here), unit)
     chosen = {"mesh": None if where.ranks else where, "cuts": asked["cuts"], "again": asked["hpz"]}
-    dry_run.shards(state, state_or_init, {**given, "unit": unit, **chosen})
+    dry_run.shards(state, state_or_init, {"precision": given, "wire": word_of(precision.wire), "unit": unit, **chosen})
     return state
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import current_trace, plain_dispatch
-from ..ops.block_attention import Keys
+from ..ops.block_attention import NUMBERS, Keys
 from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
@@ -56,9 +56,7 @@ def by_layout(q: Tensor, k: Tensor, v: Tensor, what: Layout, spans: Tensor | Non
     [batch or 1, queries, 2], if they are given.
     """
     keys, pairs = _of_layout(what, q.shape[0], q.shape[1], spans)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = torch.ops.zerofn.block_attention.default(q, k, v, None, *keys, pairs, scale, 0.0)[0]
-    return out
+    return _run(q, k, v, None, keys, pairs, scale, 0.0)[0]
 
 
 def with_logsumexp(
@@ -79,9 +77,14 @@ def with_logsumexp(
     sizes = _check(q, k, v, dropout)
     keys, pairs = _keys(layout, q, sizes, is_causal, part)
     seed = torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu") if dropout else None
+    return _run(q, k, v, seed, keys, pairs, scale, dropout)
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, keys: Keys, pairs: int, scale: float | None, dropout: float
+) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    run = torch.ops.zerofn.block_attention.default
-    out, lse = run(q, k, v, seed, *keys, pairs, scale, dropout)
+    out, lse = torch.ops.zerofn.block_attention.default(q, k, v, seed, *keys, pairs, scale, dropout)
     return out, lse
 
 
@@ -89,7 +92,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"sparse.attention: {name} must be [batch, heads, tokens, width], got {list(x.shape)}.")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in NUMBERS:
         raise TypeError(
             "sparse.attention: q, k and v must be of one dtype, float32, float64 or bfloat16, got "
             f"{q.dtype}, {k.dtype} and {v.dtype}."

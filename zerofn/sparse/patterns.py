@@ -171,6 +171,18 @@ class Band(Pattern):
         return statuses((least >= self.low) & (most <= self.high), (most < self.low) | (least > self.high))
 
 
+def booleans_of(mask: Tensor) -> Tensor | None:
+    """Return a mask as booleans: itself, or of numbers to add where they are 0, and not the least one or -inf; None if
+    others are added.
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not mask.is_floating_point():
+        return None
+    hidden = mask <= torch.finfo(mask.dtype).min
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
 @dataclass(frozen=True, eq=False)
 class Given(Pattern):
     """What a mask says, booleans [heads or 1, queries, keys]."""
@@ -250,6 +262,15 @@ class Documents(Pattern):
                 "pattern outside of the step."
             )
         return self.spans(num)[0]
+
+
+def spans_of(numbers: Tensor) -> Tensor:
+    """numbers [rows, tokens], or [tokens], that never decrease -> of each token the first one with its number and the
+    one behind the last, int32 [rows, tokens, 2].
+    """
+    numbers = numbers[None] if numbers.dim() == 1 else numbers
+    ends = [torch.searchsorted(numbers, numbers, right=right) for right in (False, True)]
+    return torch.stack(ends, -1).to(torch.int32)
 
 
 @dataclass(frozen=True, eq=False)

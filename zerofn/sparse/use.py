@@ -20,7 +20,7 @@ from ..util.process import the
 from .attention import What, attention
 from .blocks import Blocks
 from .layout import Layout
-from .patterns import Pattern
+from .patterns import Pattern, booleans_of
 
 # Who names one of these in its own methods computes attention: transformers' layers name the last.
 _NAMES = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
@@ -173,12 +173,11 @@ class _ByLayout(TorchFunctionMode):
     def _is_triangle(self, mask: Tensor) -> bool:
         """Return whether a mask is a triangle; False if it hides nothing. Raises `ValueError` for others."""
         if type(mask) in (Tensor, nn.Parameter):
-            hidden = ~mask if mask.dtype == torch.bool else mask != 0
-            if not bool(hidden.any()):
+            allowed = booleans_of(mask)
+            if allowed is not None and bool(allowed.all()):
                 return False
-            behind = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
-            least = mask.dtype == torch.bool or bool((mask[hidden] <= torch.finfo(mask.dtype).min).all())
-            if mask.shape[-1] == mask.shape[-2] and least and bool((hidden == behind).all()):
+            triangle = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).tril()
+            if allowed is not None and mask.shape[-1] == mask.shape[-2] and bool((allowed == triangle).all()):
                 return True
         raise ValueError(
             f"{self._where} has a mask {list(mask.shape)} of the model's own beside the layout. Models make one of "
