@@ -233,6 +233,7 @@ def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
     (["plan", "{script}", "--mesh", "data4", "--", "64"], "--mesh data4: expected sizes by axis"),
     (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "every axis may stand there once"),
+    (["plan", "{script}", "--wire", "gather=int4,sum=int8", "--", "64"], "wire='gather=int4,sum=int8' has 'sum=int8'"),
     (["plan", "{script}", "--mesh", "data=4", "--world", "8", "--", "64"], "data 4 are 4 ranks, and there are 8"),
     (["plan", "{script}", "--mesh", "dta=4", "--", "64"], "there is no axis 'dta'"),
 ])  # fmt: skip

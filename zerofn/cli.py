@@ -139,7 +139,7 @@ def _add_plan(commands: Any) -> None:
         help="none, fp32, bf16, fp16, fp8; by default the script's own, or if it names none the usual ones",
     )
     one.add_argument(
-        "--wire", nargs="+", help="none, bf16, fp8, int8: in which form units travel; the script's by default"
+        "--wire", nargs="+", help="none, bf16, fp8, int8, gather=int4,reduce=int8: as units travel; else the script's"
     )
     one.add_argument("--remat", nargs="+", help="none, auto, full, budget; by default more where it does not fit")
     one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import passes, schedules, tree
 from .capture.advice import no_leaf
 from .capture.between_ranks import NumberedStep
-from .capture.checked_capture import captured, dry_result
+from .capture.checked_capture import captured, captured_with_outline, dry_result
 from .cost.machine import Machine, machine_of
 from .cost.op_cost import flops_of_step
 from .dry_run.script import current_dry_run
@@ -259,7 +259,7 @@ class CompiledStep:
     def _again(self, state: Any, batch: Any, lines: bool) -> Outline:
         """Capture on this rank alone, to see whether the graph is another one by now."""
         with arithmetic(self._options.deterministic, tree.leaves(state, is_leaf=is_sharded)):
-            found = captured(self._step, state, batch, lines)[0].outline
+            found = captured_with_outline(self._step, state, batch, lines)[0].outline
         assert found is not None
         return found
 
@@ -321,7 +321,7 @@ class CompiledStep:
         began = time.perf_counter()
         pending().wait_for_all()  # perhaps of another state that nobody will use again
         with arithmetic(self._options.deterministic, tree.leaves(state, is_leaf=is_sharded)):
-            program, constants = captured(self._step, state, batch)
+            program, constants = captured_with_outline(self._step, state, batch)
         program.name, program.broadcasts = self.__name__, self._options.broadcast_buffers
         program.schedule, numbered = self._options.schedule, NumberedStep(program, None if self._captures else state)
         program.timings["capture"] = time.perf_counter() - began

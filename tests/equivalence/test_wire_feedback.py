@@ -165,6 +165,20 @@ def refused():
             step(started(3, FORMS["int8"])[0], x)
 
 
+def state_of(dtype):
+    return zerofn.TrainState.create(params={"w": torch.ones(256, dtype=dtype)}, tx=optim.sgd(0.1))
+
+
+def without_codes():
+    for wire, dtype in (({"reduce": "int8"}, torch.float32), ({"reduce": "int8", "smallest": 0}, torch.float64)):
+        with pytest.raises(ValueError, match="feedback=True has no effect, since no gradient is sent in codes"):
+            zerofn.shard(state_of(dtype), wire=zerofn.Wire(**wire, feedback=True))
+
+
+def test_feedback_of_nothing_says_so(ranks):
+    ranks(2, without_codes)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_has_no_meaning_says_so(ranks, size):
     ranks(size, refused)

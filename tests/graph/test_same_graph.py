@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zerofn
-from zerofn.capture.checked_capture import captured
+from zerofn.capture.checked_capture import captured_with_outline
 from zerofn.graph.same_graph import difference
 
 STATE, X = {"w": torch.ones(4)}, torch.ones(4, 2)
@@ -14,7 +14,7 @@ LARGE, EQUAL = torch.arange(4000.0), torch.arange(4000.0)
 
 
 def outline(step, state=STATE, x=X, traces=False):
-    return captured(step, state, x, traces)[0].outline
+    return captured_with_outline(step, state, x, traces)[0].outline
 
 
 def loop(n, scale):

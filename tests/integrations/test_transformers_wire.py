@@ -16,7 +16,7 @@ FED_BACK = "gather=int8,reduce=int4,block=128,smallest=0,feedback=true"
 @pytest.mark.parametrize(
     ("text", "wire"),
     [
-        ("int8", "int8"),
+        ("int8", zerofn.Wire("int8", "int8")),
         (FED_BACK, zerofn.Wire("int8", "int4", block=128, smallest=0, feedback=True)),
         ("reduce=fp8, rounding=stochastic", zerofn.Wire(reduce="fp8", rounding="stochastic")),
     ],

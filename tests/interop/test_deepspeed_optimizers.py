@@ -111,6 +111,7 @@ def test_codes_that_a_schedule_never_comes_to_are_told():
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
+        ("OneBitAdam", {"freeze_step": 2.7}, "freeze_step: expected a whole number, got 2.7"),
         ("OneBitAdam", {"max_grad_norm": 1.0}, "max_grad_norm=1.0: write it as gradient_clipping"),
         ("ZeroOneAdam", {"freeze_step": 3}, "freeze_step is not known; did you mean 'var_freeze_step'"),
         ("Muon", {}, "optim.muon"),

@@ -414,6 +414,8 @@ def test_where_it_may_stand_and_its_arguments():
         optim.chain(onebit(), optim.scale(0.5))
     with pytest.raises(ValueError, match="cannot stand before onebit_adam"):
         optim.chain(optim.clip(1.0), onebit())
+    with pytest.raises(ValueError, match=r"onebit_adam: b2 must lie in \[0, 1\)"):
+        optim.onebit_adam(1e-3, b2=1.0, freeze_step=3)
     with pytest.raises(ValueError, match="freeze_step must be at least 1"):
         onebit(freeze_step=0)
     with pytest.raises(ValueError, match="freeze_step=inf is a number of updates; write a whole number"):

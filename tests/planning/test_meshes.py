@@ -629,5 +629,5 @@ def test_where_nothing_fits_it_is_tried_beside_the_device():
     options = {"precision": None, "remat": None}
     there = auto(gpu, **options)
     assert {row.config.offload for row in there} == {None}
-    tight = auto(gpu, memory=min(row.needs.device for row in there) - WIDTH, **options)
+    tight = auto(gpu, memory=min(row.needs.device for row in there) * 3 // 4, **options)  # less than stage 3 takes
     assert {"cpu", "nvme"} <= {row.config.offload for row in tight}

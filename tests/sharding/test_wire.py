@@ -23,6 +23,7 @@ BOTH, DRAWN = Wire("int8", "int8"), "stochastic"
         ({"precision": Precision(wire="int8"), "wire": "int8"}, BOTH),
         ({"wire": Wire(gather="int4")}, Wire(gather="int4")),
         ({"wire": {"data": "int8"}}, {"data": BOTH}),
+        ({"wire": "gather=int4, reduce=none"}, Wire(gather="int4")),
         ({"wire": {"data": None}}, {}),
         ({}, None),
     ],
@@ -39,6 +40,10 @@ def test_an_unknown_form_is_answered_with_those_there_are(make):
         make("int4")
     with pytest.raises(TypeError, match="wire: expected a word such as 'int8', a zerofn.Wire, a dict"):
         make(8)
+    with pytest.raises(ValueError, match="wire='INT8' is not known; did you mean 'int8'"):
+        make("INT8")
+    with pytest.raises(TypeError, match=r"keys of a dict are names of a mesh's axes, such as .*; got 0"):
+        make({0: "int8"})
     with pytest.raises(ValueError, match="wire='int3' is not known; did you mean 'int8'"):
         make({"data": "int3"})
 
@@ -82,7 +87,8 @@ def test_an_axis_along_which_no_unit_is_sent_is_refused(name, why):
 def test_axes_of_one_transfer_have_one_form():
     mesh = Mesh.planned({"data": 2, "context": 2})
     with pytest.raises(
-        ValueError, match="units are sent along 'data' and 'context' in one transfer, which has one form"
+        ValueError,
+        match=r"'data' and 'context' in one transfer, which has one form; write wire={'data': 'int8', 'context': 'int",
     ):
         Partition.zero(mesh, 3, wire={"data": "int8"})
     both = {"data": "int8", "context": "int8"}

@@ -136,7 +136,7 @@ def test_replicas_of_another_rhythm_are_told(ranks):
 
 def with_feedback():
     init = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.adamw(RATE))  # noqa: E731
-    wire = zerofn.Wire("int8", "int8", feedback=True)
+    wire = zerofn.Wire("int8", "int8", smallest=0, feedback=True)
     with pytest.raises(NotImplementedError, match="replicas keep no error feedback"):
         step_of(every=4).init(zerofn.shard(init, mesh=Mesh.make(replicate=2), wire=wire))
 
@@ -339,6 +339,7 @@ def step_of(**options):
     ("options", "sentence"),
     [
         ({"every": 0}, "every=0 inner steps are none; write every=100"),
+        ({"every": 1}, "every=1 meets behind each step, which leaves no step for tau=1 .* write tau=0"),
         ({"every": 4, "after": -1}, "after=-1 must be the number of first steps that all ranks take together, or 0"),
         ({"every": 4, "fragments": 5}, "fragments=5: .* write a number from 1 to 4"),
         ({"every": 4, "tau": 4}, "tau=4: .* write a number from 0 to 3, or a larger every"),
@@ -385,6 +386,8 @@ def test_a_state_that_is_none_is_told():
     state = step.init(plain_state(mesh))
     with pytest.raises(ValueError, match="the state is of 1 fragment"):
         step_of(every=4, tau=0)(state, None)
+    with pytest.raises(ValueError, match="the state has SgdState of another outer optimizer, .* keeps A"):
+        step_of(every=4, outer=zerofn.optim.adamw(1e-3))(state, None)
 
 
 def with_hpz():

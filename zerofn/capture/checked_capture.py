@@ -43,7 +43,6 @@ def captured(
             program = capture(step, state, batch, traces=traces)
         program.unused = unused(seen)
         program.float8 = float8_of(products)
-        program.outline = outline(program.gm, program.aux.baked)
         bound_sizes(program)
         constants = check_purity(program)
         share_batch(program)
@@ -68,6 +67,15 @@ def captured(
         raise
     except Exception:  # functions that torch.compile runs cannot be watched
         raise unplaced from None
+
+
+def captured_with_outline(
+    step: Callable[[Any, Any], Any], state: Any, batch: Any, traces: bool = False
+) -> tuple[Program, list[Tensor]]:
+    """As `captured`, with the outline of the graph, to compare it with a later capture."""
+    program, constants = captured(step, state, batch, traces)
+    program.outline = outline(program.gm, program.aux.baked)
+    return program, constants
 
 
 def dry_result(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> Any:

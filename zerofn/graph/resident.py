@@ -122,6 +122,9 @@ def queued(gm: GraphModule) -> Counter[int]:
 
     They are sent when at most `BEHIND` of the thread's jobs are left, perhaps of the step before.
     """
+    sent = {x for x in gm.graph.nodes if _goes_to_host(x) and not argument(x, "offloaded")}
+    if not sent:
+        return Counter()
     touched = touches(gm.graph, roots(gm.graph))
     jobs = {n: k for k, n in enumerate(x for x in gm.graph.nodes if x.meta.get(ASIDE))}
     waiting: list[tuple[int, float]] = []  # bytes, and the job after which they are freed
@@ -131,7 +134,7 @@ def queued(gm: GraphModule) -> Counter[int]:
         for node in gm.graph.nodes:
             begun += node in jobs
             value = tensor_of(node)
-            if _goes_to_host(node) and not argument(node, "offloaded") and value is not None and value.dim():
+            if node in sent and value is not None and value.dim():
                 last = max(jobs.get(x, -math.inf) for x in touched[node])
                 waiting = [x for x in waiting if x[1] >= begun - BEHIND]
                 waiting.append((_locked(node), turn * len(jobs) + last))

@@ -133,7 +133,7 @@ class Section:
         if value is None:
             return default
         wanted = "a whole number" if whole else "a number"
-        if not is_number(value) or whole and value != int(value):
+        if not is_number(value) or whole and value % 1 != 0:
             raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted}, got {shown(value)}.")
         if not (least is None or value >= least):
             raise ValueError(f"{WHERE}: {self._of(name)}: expected {wanted} of {least:g} or more, got {shown(value)}.")

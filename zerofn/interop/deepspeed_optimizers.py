@@ -106,7 +106,7 @@ def _one_bit(params: Section, default: float, *names: str) -> tuple[tuple[float,
     _must_be(params, "max_grad_norm", 0.0, "write it as gradient_clipping")
     b1, b2 = _betas(params, (0.9, 0.999))
     how = (b1, b2, params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0))
-    return how, int(params.number(names[0], default, 1))
+    return how, params.number(names[0], default, 1, whole=True)
 
 
 def _onebit_adam(params: Section, rate: Any, moments: str | None) -> Any:
@@ -126,7 +126,7 @@ def _zero_one_adam(params: Section, rate: Any, moments: str | None) -> Any:
                 "it out; replicas that train apart for some steps are zerofn.diloco's.",
                 stacklevel=2,
             )
-    scaler = int(params.number("var_update_scaler", 16, 1))
+    scaler = params.number("var_update_scaler", 16, 1, whole=True)
     return optim.zero_one_adam(rate, *how, var_freeze_step=freeze_step, var_update_scaler=scaler)
 
 

@@ -71,10 +71,7 @@ def _adam(
     lr_scale: LeafScale | None,
     moments: str | None,
 ) -> GradientTransformation:
-    checks.learning_rate(name, learning_rate)
-    checks.number(name, 0.0, weight_decay=weight_decay)
-    checks.leaf_constants(name, mask, lr_scale)
-    check_moments(name, b1, b2, eps)
+    check_adamw(name, learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)
     formats.check(name, moments)
 
     constants = LeafConstants(weight_decay, mask, lr_scale)
@@ -94,3 +91,20 @@ def _adam(
     args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
     init = partial(init_moments, moments=moments)
     return fused_rule(name, args, init, update, call, ("mu", "nu"), learning_rate, constants)
+
+
+def check_adamw(
+    name: str,
+    learning_rate: ScalarOrSchedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    mask: Mask | None,
+    lr_scale: LeafScale | None,
+) -> None:
+    """Raise `TypeError` or `ValueError` for hyperparameters of `name` that are out of range."""
+    checks.learning_rate(name, learning_rate)
+    checks.number(name, 0.0, weight_decay=weight_decay)
+    checks.leaf_constants(name, mask, lr_scale)
+    check_moments(name, b1, b2, eps)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..ops import frozen_adamw as _op  # noqa: F401  (defines zerofn::frozen_adamw)
 from ..sharding.coded_sums import staggered
 from . import checks
-from .adamw import adamw
+from .adamw import adamw, check_adamw
 from .base import (
     About,
     Fused,
@@ -92,6 +92,7 @@ def adam_of_signs(
     `name`. `phase`: the kind of step behind so many updates. `warms_up`: whether no exact step comes behind another.
     """
     learning_rate, b1, b2, eps, weight_decay, mask, lr_scale = how
+    check_adamw(name, *how)
     exact = adamw(*how)
     constants = LeafConstants(weight_decay, mask, lr_scale)
     rule = _Rule(name, learning_rate, (b1, b2, eps), constants, exact, warms_up)

@@ -87,6 +87,11 @@ class RoundsPlanner(KindsPlanner):
         self._together = RowPlanner(inner, mesh, machine, machine_argument, initials)
         self._all = mesh
         self._replicas = self._diloco.replicas(mesh)
+        if self._replicas.axis.size == 1:
+            raise ValueError(
+                f"plan: {self._diloco!r} is for several replicas, and the mesh has one along "
+                f"{self._diloco.axis!r}; plan a mesh such as {self._diloco.axis}=2,data=8."
+            )
         self._known: dict[Config, tuple[Needs, int]] = {}
         super().__init__(inner, self._replicas.mesh, machine, machine_argument, initials)
 

@@ -36,7 +36,7 @@ from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on
 from .partition import Partition
 from .precision import Precision, resolve
 from .rank_entries import own_entry
-from .shard_plan import ReplicatedPart, ShardedPart, check_offload, description, plan_state
+from .shard_plan import ReplicatedPart, ShardedPart, check_feedback, check_offload, description, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 from .transfers import equalize, of_first, whole_leaves
@@ -87,8 +87,9 @@ def shard(
     `data`, the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
     `tensor`, as `zerofn.parallel.tensor` returns it.
 
-    `wire`: in which form units travel between ranks: "bf16", "fp8", "int8", a `Wire`, or a dict from axis to these,
-    `{"replicate": "int8"}`. Masters stay exact; see `Wire` and `Precision`.
+    `wire`: in which form units travel between ranks: "bf16", "fp8", "int8", a `Wire` (also as text,
+    "gather=int4,reduce=int8"), or a dict from axis to these, `{"replicate": "int8"}`. Masters
+    stay exact; see `Wire` and `Precision`.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
@@ -221,6 +222,7 @@ def _plan(state_or_init: Any, describe: Callable[[], Partition], unit: Any, devi
     partition = partition.at(device or device_of(state))
     planned = _Plan(partition, device, replay or tree.leaves(state), [], *plan_state(state, partition, unit))
     check_offload(partition, planned.cut)
+    check_feedback(planned.cut)
     if partition.mesh.num_ranks > 1:
         names = tree.field_names(tree.structure(state))
         planned.lines.extend(replay.lines(names) if replay else lines_of_values(names, planned.given))

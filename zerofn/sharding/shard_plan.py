@@ -152,6 +152,25 @@ def check_offload(partition: Partition, cuts: Sequence[ShardedPart]) -> None:
     check_memory(offload, kept, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
+def check_feedback(cuts: Sequence[ShardedPart]) -> None:
+    """Raise `ValueError` if feedback is asked for, and no gradient is sent in codes that leave anything out."""
+    for cut in (x for x in cuts if x.is_params):
+        spec = cut.spec
+        axes = [axis for axis in (spec.mesh.shards, spec.mesh.replicas) if axis.size > 1]
+        coded = [
+            spec.feeds_back(unit, spec.precision.computes(storage.dtype), axis)
+            for unit, storage in zip(spec.layout.units, cut.storages, strict=True)
+            for axis in axes
+            if unit.trainable
+        ]
+        if spec.precision.feeds_back and coded and not any(coded):
+            raise ValueError(
+                "shard: feedback=True has no effect, since no gradient is sent in codes: leaves have fewer elements "
+                "than `smallest`, are float64, or lie along axes without a form; write zerofn.Wire(reduce='int8', "
+                "smallest=0, feedback=True), or leave feedback out."
+            )
+
+
 def check_cuts(trees: Sequence[Any], partition: Partition) -> None:
     """Raise `ValueError` for a cut of a leaf that is not there or has another shape, for an axis that is not there, for
     slices that are not a partition, and for an axis of slices that no leaf is cut over.

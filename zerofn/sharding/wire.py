@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +33,7 @@ class Wire:
     "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
     each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
     magnitudes of a block; "fp8" is float8 e4m3 times a power of two. A block with a NaN, an inf or a number above
-    1.4e38 arrives as NaN.
+    1.49e38 ("int8": 1.69e38, "fp8": 2.97e38) arrives as NaN, and one of numbers below 1e-28 as zeros.
 
     `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or the one
     above, with probabilities by the distance, so that its expected value is the element (Gupta et al., ICML 2015). The
@@ -50,6 +51,8 @@ class Wire:
     Raises `ValueError` for an unknown form or rounding, a block of another size, stochastic rounding without a
     reduction in blocks, and feedback without a reduction or with stochastic rounding; `TypeError` for what is no such
     argument.
+
+    As text, in command lines and files, it is "gather=int8,reduce=fp8": `shard(wire="gather=int8,reduce=fp8")`.
 
     >>> Wire(gather="int8", reduce="fp8")
     zerofn.Wire(gather='int8', reduce='fp8')
@@ -158,6 +161,11 @@ class WireByAxis(Mapping[str, Wire]):
     """A `Wire` for each axis that has one, as `shard(wire={...})` says it."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
+        odd = next((name for name in given if not isinstance(name, str)), None)
+        if odd is not None:
+            raise TypeError(
+                f"wire: keys of a dict are names of a mesh's axes, such as {{'replicate': 'int8'}}; got {told(odd)}."
+            )
         self._given = {name: wire for name, x in given.items() if (wire := wire_of(x)) is not None}
 
     def __getitem__(self, name: str) -> Wire:
@@ -193,7 +201,7 @@ def hashable(wire: Any) -> Any:
 
 
 def wire_of(wire: Any) -> Wire | None:
-    """Return a `Wire` for a word, a `Wire` or None."""
+    """Return a `Wire` for a word, a text such as "gather=int8,reduce=fp8", a `Wire` or None."""
     if wire is None or isinstance(wire, Wire):
         return wire
     if not isinstance(wire, str):
@@ -201,6 +209,8 @@ def wire_of(wire: Any) -> Wire | None:
             f"wire: expected a word such as 'int8', a zerofn.Wire, a dict from axis to these, or None; got "
             f"{told(wire)}."
         )
+    if "=" in wire:
+        return _as_written(wire)
     if wire == "int4":
         raise ValueError(
             "wire='int4' is for gathers alone: sums need more than 4 bits. Write wire=zerofn.Wire(gather='int4', "
@@ -212,6 +222,32 @@ def wire_of(wire: Any) -> Wire | None:
             "everything as it is."
         )
     return Wire(wire, wire)
+
+
+def _as_written(text: str) -> Wire:
+    """Return the `Wire` of a text "gather=int8,reduce=int4,feedback=true", as command lines have it."""
+    found: dict[str, Any] = {}
+    known = [x.name for x in fields(Wire)]
+    for part in text.split(","):
+        name, _, value = (x.strip() for x in part.partition("="))
+        if name not in known:
+            raise ValueError(
+                f"wire={text!r} has {part!r}, where one of {', '.join(known)} was expected, such as "
+                "wire='gather=int8,reduce=fp8'."
+            )
+        found[name] = _value(value)
+    try:
+        return Wire(**found)
+    except TypeError as error:
+        raise ValueError(f"wire={text!r}: {error}") from None
+
+
+def _value(text: str) -> Any:
+    """Return a number, a flag or None; what is none of these is a word."""
+    try:
+        return None if text.lower() == "none" else json.loads(text.lower())
+    except json.JSONDecodeError:
+        return text
 
 
 def word_of(wire: Any) -> Any:
@@ -243,7 +279,8 @@ def check_axes(wire: Given, mesh: Mesh) -> None:
     for whole in (mesh.shards, mesh.shards_of_experts, mesh.replicas):
         forms = {name: wire.get(name) for name in whole.names if mesh.size(name) > 1}
         if len(set(forms.values())) > 1:
+            one = dict.fromkeys(forms, word_of(next(x for x in forms.values() if x is not None)))
             raise ValueError(
                 f"shard: units are sent along {' and '.join(map(repr, forms))} in one transfer, which has one form; "
-                f"got {forms}."
+                f"write wire={one}."
             )

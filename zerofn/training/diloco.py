@@ -20,14 +20,14 @@ from .. import optim, tree
 from ..comm.axes import REPLICATE
 from ..comm.mesh import Mesh
 from ..optim.base import GradientTransformation
-from ..optim.torch_optimizers import advice, is_torchs
 from ..random import fold_in
 from ..sharding.replica_entries import Replicas
 from ..sharding.shard_plan import moment_storage
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.wire import STOCHASTIC, Wire, wire_of
+from ..sharding.wire import Wire, wire_of
 from ..util.arguments import checked, told
 from ..util.by_identity import ByIdentity
+from .diloco_checks import check_arguments, check_form, check_outer
 from .outer_step import (
     Differences,
     Fragment,
@@ -115,55 +115,12 @@ def diloco(
     >>> diloco(lambda state, batch: (state, None), every=100, tau=0)
     diloco(every=100, axis='replicate', fragments=1, tau=0)
     """
-    _check_arguments(outer, every, after, fragments, tau, mix)
+    check_arguments(outer, every, after, fragments, tau, mix)
     outer = optim.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     share = float(mix) if mix is not None else 0.5 if tau else 0.0
     form = wire_of(wire)
-    if form is not None and form.feedback:
-        raise ValueError(
-            "diloco: feedback=True is about gradients, and replicas send differences of parameters; leave feedback out "
-            "of its wire."
-        )
-    if form is not None and form.rounding == STOCHASTIC:
-        raise ValueError(
-            "diloco: rounding='stochastic' needs the key of a step, and between steps, where differences are sent, "
-            "there is none; leave rounding out of its wire."
-        )
+    check_form(form)
     return Diloco(inner_step, outer, every, after, axis, fragments, tau, share, form)
-
-
-def _check_arguments(outer: Any, every: int, after: int, fragments: int, tau: int, mix: Any) -> None:
-    """Raise `TypeError` or `ValueError` for what `diloco` does not take."""
-    if is_torchs(outer):
-        raise TypeError(f"diloco: outer must be a zerofn.optim.GradientTransformation, got {advice(outer)}")
-    if outer is not None and not isinstance(outer, GradientTransformation):
-        raise TypeError(
-            f"diloco: outer must be a zerofn.optim.GradientTransformation such as optim.sgd(0.7, momentum=0.9, "
-            f"nesterov=True), got {told(outer)}."
-        )
-    if outer is not None and outer.about.phase is not None:
-        raise ValueError(
-            f"diloco: outer={outer!r} adds gradients over ranks itself, and the mean of differences is one gradient of "
-            "all; write outer=optim.sgd(0.7, momentum=0.9, nesterov=True), and wire= for codes."
-        )
-    if every < 1:
-        raise ValueError(f"diloco: every={every} inner steps are none; write every=100, for example.")
-    if after < 0:
-        raise ValueError(f"diloco: after={after} must be the number of first steps that all ranks take together, or 0.")
-    if not 1 <= fragments <= every:
-        raise ValueError(
-            f"diloco: fragments={fragments}: each is sent behind a step of its own, of which there are every={every}; "
-            f"write a number from 1 to {every}."
-        )
-    if not 0 <= tau < every:
-        raise ValueError(
-            f"diloco: tau={tau}: what is sent must be used before it is sent again, every={every} steps later; write a "
-            f"number from 0 to {every - 1}, or a larger every."
-        )
-    if mix is not None and not (isinstance(mix, int | float) and 0 <= mix < 1):
-        raise ValueError(f"diloco: mix={told(mix)} must be a number from 0 to less than 1: a part of a replica's own.")
-    if mix and not tau:
-        raise ValueError(f"diloco: mix={mix} has no effect with tau=0, where all replicas wait; leave mix out.")
 
 
 @dataclass(frozen=True, repr=False)
@@ -270,6 +227,7 @@ class Diloco:
                 f"{self!r}: the state is of {len(state.opt_state)} fragment(s) and tau{'>0' if state.sent else '=0'}; "
                 "write the same, or begin anew from its parameters."
             )
+        check_outer(repr(self), self.outer, state.opt_state[0])
 
     def due(self, count: int) -> tuple[list[int], list[int], list[int]]:
         """Return the fragments that are sent behind inner step `count`, from 1 on, those that go on, and those used."""

@@ -36,13 +36,14 @@ def again(error: Exception) -> NoReturn:
 
 
 def nearest(word: object, known: Iterable[object], most: int = 2, cutoff: float = 0.7) -> list[str]:
-    """Return the known words that `word` may have meant, the likeliest first. `cutoff`: from 0 (anything) to 1
-    (equal).
+    """Return the known words that `word` may have meant, in any case, the likeliest first. `cutoff`: from 0 (anything)
+    to 1 (equal).
 
     >>> nearest("a.wieght", ["a.weight", "b.weight", "step"])
     ['a.weight', 'b.weight']
     """
-    return difflib.get_close_matches(str(word), list(map(str, known)), most, cutoff)
+    by_lower = {str(x).lower(): str(x) for x in known}
+    return [by_lower[x] for x in difflib.get_close_matches(str(word).lower(), by_lower, most, cutoff)]
 
 
 def some(names: Collection[str], most: int = 4) -> str:

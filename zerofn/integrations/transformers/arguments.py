@@ -13,7 +13,6 @@ import transformers
 
 import zerofn
 
-from .forms import wire_as_written
 from .meshes import axes_of
 from .padding import MULTIPLE
 
@@ -42,7 +41,7 @@ class OurArguments(_Arguments):
     )
 
     def __post_init__(self) -> None:
-        self.axes, self._form = axes_of(self.mesh), wire_as_written(self.wire)
+        self.axes, self._form = axes_of(self.mesh), zerofn.Precision(wire=self.wire or None).wire
         self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._scheduler: dict[str, Any] = {}  # DeepSpeed's
         given, self.deepspeed = getattr(self, "deepspeed", None), None
