@@ -1,4 +1,4 @@
-"""A contrastive loss over the embeddings of all ranks: on two ranks it is what one rank with all rows computes.
+"""A contrastive loss over the embeddings of all ranks. Two ranks compute the same loss as one rank with all rows.
 
 python examples/recipes/contrastive.py      torchrun --nproc-per-node 2 examples/recipes/contrastive.py
 """

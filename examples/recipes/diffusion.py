@@ -1,4 +1,4 @@
-"""Diffusion: a small UNet learns the noise in images, and draws some. Times and noise come from the step's key.
+"""Diffusion: a small UNet learns to predict the noise in images. Times and noise are drawn from the step's key.
 
 python examples/recipes/diffusion.py      torchrun --nproc-per-node 2 examples/recipes/diffusion.py
 """

@@ -1,4 +1,4 @@
-"""An average of the weights, in shards like them, and an evaluation that runs on it.
+"""EMA: a moving average of the weights, sharded like the weights, and an evaluation that uses the average.
 
 python examples/recipes/ema.py      torchrun --nproc-per-node 2 examples/recipes/ema.py
 """

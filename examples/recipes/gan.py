@@ -1,4 +1,4 @@
-"""A GAN: two states, both in one step. Noise is drawn from the step's key, on every rank another.
+"""A GAN: two states, updated in one step. Noise is drawn from the step's key, and differs between ranks.
 
 python examples/recipes/gan.py      torchrun --nproc-per-node 2 examples/recipes/gan.py
 """

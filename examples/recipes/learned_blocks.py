@@ -1,5 +1,6 @@
-"""Attention that learns where to look: each block of queries attends to the 2 blocks of keys whose mean fits it best,
-beside its own (block top-k over pooled keys, as in MoBA, arXiv:2502.13189, and NSA, arXiv:2502.11089).
+"""Attention that learns where to look: each block of queries attends to itself and to the 2 best blocks of keys.
+The best blocks have the highest scores of mean key and mean query (top-k over pooled keys, as in MoBA,
+arXiv:2502.13189, and NSA, arXiv:2502.11089).
 
 python examples/recipes/learned_blocks.py      torchrun --nproc-per-node 2 examples/recipes/learned_blocks.py
 """

@@ -1,4 +1,4 @@
-"""LoRA: a frozen base in shards, and small matrices that are trained beside it. Only these have gradients and moments.
+"""LoRA: a frozen, sharded base model and small trained matrices. Only the small matrices have gradients and moments.
 
 python examples/recipes/lora.py      torchrun --nproc-per-node 2 examples/recipes/lora.py
 """

@@ -1,4 +1,4 @@
-"""Policy gradient (REINFORCE): the policy sees a digit, draws a label, and is told only whether it was right.
+"""Policy gradient (REINFORCE): the policy sees a digit, draws a label, and learns only whether it was right.
 
 python examples/recipes/policy.py      torchrun --nproc-per-node 2 examples/recipes/policy.py
 """
