@@ -1,4 +1,4 @@
-"""Changes of a model that may be made once."""
+"""Marks of changes that may be made to a model only once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def once(change: str, model: nn.Module) -> None:
-    """Note a change of a model by the name of the function that makes it. Raises `ValueError` for a second one."""
+    """Mark a model as changed by the function `change`. Raises `ValueError` if the model has that mark already."""
     made: set[str] = model.__dict__.setdefault("_zerofn_changes", set())
     if change in made:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Attention over sequences that are cut along an axis of ranks, as plain functions.
+"""Attention over sequences that are split along an axis of ranks, as plain functions.
 
-A rank has two chunks of each sequence: of 2 * size chunks, those number r and 2 * size - 1 - r ("zigzag"). So under a
-causal mask, where a token looks at those before it, all ranks have the same work. Other deals are `Chunks`.
+A rank has two chunks of each sequence: of 2 * size chunks, rank r has the chunks r and 2 * size - 1 - r ("zigzag").
+Under a causal mask late chunks need more work than early ones, so with one of each all ranks have equal work. `Chunks`
+describes other ways to deal chunks to ranks.
 
-`ulysses` exchanges: each rank gets whole sequences of some heads (DeepSpeed-Ulysses, arXiv:2309.14509). `ring` hands
-blocks of keys and values round, and adds up what each block contributes, relative to the greatest score seen so far
-(ring attention, arXiv:2310.01889). With a layout, `ring` sends a rank the blocks of keys that its queries look at
-(`key_blocks.py`).
+`ulysses`: ranks exchange sequences for heads, so that each rank has whole sequences of some heads (DeepSpeed-Ulysses,
+arXiv:2309.14509). `ring`: blocks of keys and values go round, and each rank adds up what the blocks contribute,
+relative to the greatest score so far (ring attention, arXiv:2310.01889). With a layout, `ring` sends a rank only the
+blocks of keys that its queries attend to (`key_blocks.py`).
 """
 
 from __future__ import annotations
@@ -90,21 +91,23 @@ def attention(
 ) -> Tensor:
     """Attention of a rank's part of each sequence to the whole sequence.
 
-    `q` [B, H, s, D], `k` [B, G, s, D], `v` [B, G, s, E]: floating; the rank's part of each sequence as
-    `split_sequence` cuts it, of G heads of keys and values, where G divides H. `axis`: the ranks that share sequences.
-    `method`: "ulysses", two exchanges and torch's own attention, for which the ranks have to divide H; "ring", for any
-    number of heads. `causal`: whether a token looks only at those before it, and itself. `scale`: of the scores, by
-    default D ** -0.5. `mask` [.., S, S] of booleans: in place of `causal`, the tokens that each token of the whole
-    sequence looks at, the same for all heads; by "ulysses" alone. `layout`: which keys besides `causal` a query looks
-    at, as of `zerofn.sparse.attention`, with places in the whole sequence and the heads of all ranks; the same on all
-    ranks. In a ring a rank then gets the blocks of keys alone that a pattern names for its queries; documents that
-    the batch says (`sparse.documents`) are masked, and do not change what is sent. `chunks`: the deal by which
-    `split_sequence` cut, by default an early and a late chunk.
+    `q` [B, H, s, D], `k` [B, G, s, D], `v` [B, G, s, E]: floating; the rank's part of each sequence, as
+    `split_sequence` splits it. There are G heads of keys and values, where G divides H. `axis`: the ranks that share
+    sequences. `method`: "ulysses" makes two exchanges and calls torch's own attention; the number of ranks must divide
+    H. "ring" works for any number of heads. `causal`: whether a token attends only to earlier tokens and itself.
+    `scale`: of the scores, by default D ** -0.5. `mask` [.., S, S] of booleans: replaces `causal`, and says to which
+    tokens each token of the whole sequence attends, the same for all heads; only with "ulysses". `layout`: to which
+    keys a query attends, besides `causal`, as for `zerofn.sparse.attention`. Its positions are those of the whole
+    sequence, its heads those of all ranks, and it must be the same on all ranks. In a ring, a rank then receives only
+    the blocks of keys to which its queries attend by the pattern. Documents that are part of the batch
+    (`sparse.documents`) are masked, and do not change what is sent. `chunks`: the chunks that `split_sequence` was
+    called with; by default an early and a late one for each rank.
 
-    -> [B, H, s, E] in the dtype of `q`. All ranks must call it. Raises `ValueError` for heads that ranks cannot share,
-    for an s that the chunks do not divide, for a mask of another shape or in a ring, for a mask beside a layout, in a
-    ring for blocks that the step chooses and for a `sparse.Layout`, for an unknown method and for an axis that is not
-    there.
+    -> [B, H, s, E] in the dtype of `q`. All ranks must call it.
+
+    Raises `ValueError` for heads that ranks cannot share, for an s that the chunks do not divide, for a mask of another
+    shape, for a mask in a ring, for a mask together with a layout, for an unknown method, for an axis that does not
+    exist, and in a ring for blocks that the step chooses and for a `sparse.Layout`.
 
     >>> x = torch.randn(1, 2, 4, 8)
     >>> attention(x, x, x, axis="data").shape

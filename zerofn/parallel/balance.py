@@ -1,4 +1,4 @@
-"""Chunks that are dealt so that ranks along `context` have equal work, and send each other little."""
+"""Chunks that give ranks along `context` equal work and few keys to send."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _FINER = (2, 4, 8)  # chunks of a rank in deals that are tried
 def balanced_chunks(layout: What, length: int, mesh: Mesh, *, causal: bool = True, heads: int = 1) -> Chunks:
     """Return which chunks of a row each rank along `context` should have, for attention in a ring by a layout.
 
-    `layout`: a pattern or a function, see `zerofn.sparse.attention`; documents are those that are known, the same for
-    all rows. `length`: the tokens of a row. `causal`: whether besides no query looks behind itself. `heads`: of the
-    queries, where a layout is not the same for all.
+    `layout`: a pattern or a function, see `zerofn.sparse.attention`. Its documents must be known, and be the same for
+    all rows. `length`: the tokens of a row. `causal`: whether a query attends only to earlier tokens and itself.
+    `heads`: the number of query heads, if the layout differs between heads.
 
-    Deals are: a chunk each in order; an early and a late chunk each; and 2, 4 or 8 chunks each, of which the one with
-    the most work goes to the rank that has the least. Taken is the one with which the rank that has the most to do has
-    the least: pairs of tokens in computed tiles, and 256 more for each key that it sends, or gets. A causal window is
-    dealt in order: ranks have equal work, and send a window each. Give what is returned to `split_sequence` and to
-    `attention` or `context`. The same arguments give the same chunks on all ranks.
+    We try these ways to deal chunks: one chunk a rank, in order; an early and a late chunk a rank; and 2, 4 or 8 chunks
+    a rank, where the chunk with the most work goes to the rank with the least. We choose the way in which the busiest
+    rank has the least to do. Its work is the pairs of tokens in computed tiles, plus 256 for each key that it sends or
+    receives. Under a causal window, for example, one chunk a rank in order wins: ranks have equal work, and each sends
+    one window. Pass the result to `split_sequence` and to `attention` or `context`. The same arguments give the same
+    chunks on all ranks.
 
-    Raises `ValueError` for a length that the ranks do not divide, and `TypeError` for a layout that is no pattern.
+    Raises `ValueError` for a length that the ranks do not divide, and `TypeError` for a layout that is not a pattern.
 
     >>> from zerofn import sparse
     >>> balanced_chunks(sparse.sliding_window(64), 512, Mesh.make(data=-1))

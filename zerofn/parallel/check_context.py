@@ -1,5 +1,6 @@
-"""Whether a model of transformers in parts of sequences is the model on whole ones: seen on a small twin of it, whose
-ranks run one after the other in this process.
+"""A test of transformers models: does a model on parts of sequences compute the same as on whole sequences?
+
+We build a small model of the same class (`small_twin.py`), and run its ranks one after the other in this process.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ _attended: ContextVar[list[None] | None] = ContextVar("attended", default=None)
 
 @dataclass(frozen=True)
 class Ways:
-    """What a model does in its own way.
+    """How a model treats positions and masks.
 
-    `padding`: the token that it counts positions from, as RoBERTa does; None if positions begin with 0. `makes_masks`:
-    whether it makes masks that hide nothing. `rehearsed`: whether it is a twin that is compared.
+    `padding`: the number of the padding token if the model counts positions from it, as RoBERTa does; None if positions
+    begin with 0. `makes_masks`: whether the model makes masks that hide nothing. `rehearsed`: whether it is a small
+    twin under test.
     """
 
     padding: int | None = None
@@ -53,7 +55,7 @@ class ForeignMask(ValueError):
 
 
 class NotPerToken(ValueError):
-    """A model says something of a row, not of its tokens."""
+    """A model returns a value for a row, not one for each of its tokens."""
 
 
 class _Found(NamedTuple):
@@ -77,10 +79,10 @@ def note_attention() -> None:
 
 
 def check_context(model: Any, axis: Axis, method: str, cut: Callable[[nn.Module, Axis, Ways], None]) -> Ways:
-    """Return the ways of a model with which its parts are the whole.
+    """Return the `Ways` with which a model on parts of sequences computes the same as on whole ones.
 
-    `cut`: lets a model compute with a rank's part. Raises `ValueError` if there are none. Of a model without a small
-    twin nothing is known, and the log says so.
+    `cut`: lets a model compute with a rank's part. Raises `ValueError` if no way works. If no small twin can be made,
+    nothing is tested, and the log says so.
     """
     parts = few_ranks(axis.size)
     key = type(model), model.config.to_json_string(use_diff=False), parts, method

@@ -1,5 +1,6 @@
-"""Whether a model that a plan cuts is the whole one: seen on a small twin of it, whose ranks run one after the other in
-this process.
+"""A test of tensor-parallel plans: does a transformers model with slices compute the same as the whole model?
+
+We build a small model of the same class (`small_twin.py`), and run its ranks one after the other in this process.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class _Right:
 def check_plan(
     model: Any, axis: Axis, plan: Mapping[str, Any], attributes: Attributes | None, cut: Callable[..., dict[str, Cut]]
 ) -> None:
-    """Raise `ValueError` if a model is another one when an axis of ranks computes it as a plan says, without an error.
+    """Raise `ValueError` if a model that is sliced by a plan computes other values than the whole model.
 
-    `cut`: `tensor`, which lets a model compute with a rank's slices. Of a model without a small twin nothing is known,
+    `cut`: `tensor`, which lets a model compute with a rank's slices. If no small twin can be made, nothing is tested,
     and the log says so.
     """
     name = type(model).__name__

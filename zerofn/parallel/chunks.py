@@ -14,11 +14,11 @@ from ..sparse.part import Runs, runs_of
 
 @dataclass(frozen=True)
 class Chunks:
-    """Which of a row's chunks each rank has, of chunks of equally many tokens that are numbered in order.
+    """Which chunks of a row each rank has. All chunks have equally many tokens, and are numbered in order.
 
-    `of`: the numbers of each rank's chunks, ascending, equally many for all. `early_and_late` and `in_order` make the
-    usual ones, and `balanced_chunks` chooses by a layout of attention. Raises `ValueError` unless each chunk is named
-    once.
+    `of`: the numbers of each rank's chunks, ascending, equally many for all ranks. `early_and_late` and `in_order` make
+    the usual ones; `balanced_chunks` chooses by a layout of attention. Raises `ValueError` unless each chunk occurs
+    exactly once.
 
     >>> Chunks(((0, 3), (1, 2))) == Chunks.early_and_late(2)
     True
@@ -38,7 +38,7 @@ class Chunks:
 
     @staticmethod
     def early_and_late(size: int) -> Chunks:
-        """Chunk r and chunk 2 * size - 1 - r for rank r of `size`: under a causal mask all have the same work."""
+        """Rank r of `size` has the chunks r and 2 * size - 1 - r: under a causal mask all ranks have equal work."""
         return Chunks(tuple((r, 2 * size - 1 - r) for r in range(size)) if size > 1 else ((0,),))
 
     @staticmethod
@@ -48,17 +48,17 @@ class Chunks:
 
     @property
     def size(self) -> int:
-        """The ranks."""
+        """The number of ranks."""
         return len(self.of)
 
     @property
     def num(self) -> int:
-        """All chunks."""
+        """The number of chunks of all ranks together."""
         return sum(map(len, self.of))
 
     @property
     def each(self) -> int:
-        """The chunks of a rank."""
+        """The number of chunks of each rank."""
         return len(self.of[0])
 
     @property
@@ -95,7 +95,7 @@ class Chunks:
 
 @functools.lru_cache(maxsize=64)
 def chunks_for(size: int, chunks: Chunks | None, what: str) -> Chunks:
-    """Return the chunks of `size` ranks: those that are given, or an early and a late one. `what`: for errors.
+    """Return `chunks`, or an early and a late chunk for each of `size` ranks if `chunks` is None. `what`: for errors.
 
     Raises `ValueError` for chunks of another number of ranks.
     """

@@ -1,4 +1,4 @@
-"""Unmodified models of transformers on parts of sequences: their attention sees whole ones."""
+"""Unmodified transformers models on parts of sequences, whose attention sees the whole sequences."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Masks(NamedTuple):
 
 @checked()
 def context(model: nn.Module, mesh: Mesh, *, method: str | None = None, chunks: Chunks | None = None) -> None:
-    """Let a model of transformers compute with parts of sequences, over the mesh's axis "context".
+    """Let a transformers model compute with parts of sequences, over the mesh's axis "context".
 
         mesh = zerofn.Mesh.make(data=-1, context=2)
         model = zerofn.skeleton(build)
@@ -61,19 +61,20 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None, chunks: 
         batch = zerofn.parallel.split_sequence(batch, mesh)
         loss = functional_call(model, params, (), batch).loss
 
-    `method`: see `attention`; by default "ulysses" where ranks can share the heads, and else "ring". Its functions are
-    registered with transformers by the names "zerofn_ulysses" and "zerofn_ring", and the model is switched to one of
-    them. Its forward then takes what `split_sequence` returns, and its loss is such that the mean over ranks is that of
-    whole sequences. Ranks compare their rows in every step. Positions are those that the model itself counts: RoBERTa
-    and its kin begin with their padding's number + 1, and skip padding. Layers may look at windows of tokens, and with
-    "ulysses" at chunks. `chunks`: the deal that `split_sequence` was given; see `balanced_chunks`.
+    `method`: see `attention`; by default "ulysses" if the ranks can share the heads, else "ring". `context` registers
+    its attention functions with transformers, as "zerofn_ulysses" and "zerofn_ring", and switches the model to one of
+    them. The model's forward then accepts the result of `split_sequence`, and the mean of its loss over ranks is the
+    loss of whole sequences. Ranks compare their rows in every step. Positions are counted as the model counts them:
+    RoBERTa, for example, begins with its padding's number + 1, and skips padding. Layers may attend within windows, and
+    with "ulysses" within chunks of tokens. `chunks`: those that `split_sequence` was called with; see
+    `balanced_chunks`.
 
-    Before, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
-    outputs and gradients must be the same to 1e-6. If no small one can be made, the log says so.
+    First, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
+    outputs and gradients must be equal to 1e-6. If no small model can be made, the log says so.
 
-    Raises `TypeError` for anything that is no decoder or encoder of transformers, and `ValueError` for a mesh without
-    the axis, a second call, a model that in parts is another one, for heads that ranks cannot share, and, when the
-    model is called, for a batch that was not cut by `split_sequence`.
+    Raises `TypeError` for anything but a decoder or encoder of transformers. Raises `ValueError` for a mesh without the
+    axis, for a second call, for a model that computes other values on parts, for heads that ranks cannot share, and,
+    when the model is called, for a batch that was not split by `split_sequence`.
     """
     axis = mesh.axis(CONTEXT)
     name = type(model).__name__

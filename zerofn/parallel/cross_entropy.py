@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are cut by vocabulary, which no rank ever has whole."""
+"""Cross-entropy of logits that are sliced by vocabulary: no rank ever has all logits."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy where each rank has the logits of its part of the vocabulary.
+    """Cross-entropy where each rank has the logits of its slice of the vocabulary.
 
-    `logits` [..., v]: floating; what a head that is cut by columns returns, without a gather: of `vocab_size` entries
-    each of n ranks has ceil(vocab_size / n), the last ones fewer. `labels` [...]: integers, the same on all ranks;
-    those equal to `ignore_index` count for nothing, and the loss of one that is not in the vocabulary is nan. `axis`:
-    the ranks that share the vocabulary. `reduction`: "mean" over labels that count, "sum", or "none".
+    `logits` [..., v]: floating; the output of a head that is sliced by columns and not gathered. Of `vocab_size`
+    entries each of n ranks has ceil(vocab_size / n), the last ones fewer. `labels` [...]: integers, the same on all
+    ranks. A label equal to `ignore_index` does not count; a label outside the vocabulary has the loss nan. `axis`: the
+    ranks that share the vocabulary. `reduction`: "mean" over labels that count, "sum", or "none".
 
     -> a scalar, or [...] with "none": the same on all ranks, in float32 for logits of fewer bits, else in their dtype.
     Ranks send the greatest logit of each label, and two sums. All ranks must call it. Raises `ValueError` for logits of

@@ -1,4 +1,4 @@
-"""Experts of which each rank has a part, as transformers' modules of experts are called."""
+"""Modules of experts in which each rank has a slice of every expert, called as transformers calls experts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..random.mode import draw_by_place, places_kept
 
 @dataclass(frozen=True)
 class CutExperts:
-    """The forward of a module of experts, of each of which a rank has a part.
+    """The forward of a module of experts in which this rank has a slice of every expert.
 
-    `forward`: the module's own, whose results are terms of a sum over the ranks of `axis`. `cuts`: those of the model.
-    `in_parts`: whether each rank has tokens of its own, and not all have the same.
+    `forward`: the module's own forward; its results are partial sums over the ranks of `axis`. `cuts`: the model's
+    cuts. `in_parts`: True if ranks have different tokens, False if all ranks have the same tokens.
     """
 
     forward: Callable[..., Any]

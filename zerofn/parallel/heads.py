@@ -1,5 +1,5 @@
-"""What lies side by side in weights of modules that the library does not know: heads of attention, how large one is and
-how many a rank has; and the two matrices of experts with a gate.
+"""How to slice weights in modules that the library does not know: at whole heads of attention, and, in experts with a
+gate, through both matrices of the weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", 
 
 
 def size_of_head(attention: nn.Module | None) -> int:
-    """Return the size of what may not be cut in a module's layers; 1 if it knows no heads."""
+    """Return the number of features in a head, within which the module's layers may not be sliced; 1 without heads."""
     found = [getattr(attention, name, None) for name in _SIZES]
     return next((x for x in found if isinstance(x, int)), 1)
 

@@ -1,8 +1,8 @@
-"""Attention by layouts over cut sequences: each rank gets the blocks of keys and values that its queries look at.
+"""Attention by layouts over split sequences: each rank gets the blocks of keys and values that its queries attend to.
 
-Which these are follows from the pattern, so every rank knows what all others need: one exchange of parts of unequal
-sizes brings a rank its keys, and one call of attention uses them. Gradients go back the same way, and a rank adds up
-those of its own keys in rank order. A rank has room for the keys that it needs, not for those of a whole row.
+The pattern says which blocks these are. So every rank knows what all others need. One exchange of parts of unequal
+sizes brings a rank its keys, and one call of attention uses them. Gradients return in the same way, and a rank adds up
+those of its own keys in rank order. A rank needs memory only for these keys, not for all keys of a row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Several ranks in one process and one thread, one after the other: nothing is sent.
 
-A rank runs until it needs what another one has not sent yet. Then it is stopped, and later run again from its
-beginning, with what ranks have sent by then. So what is run must repeat its results, and is small and on the CPU: a few
-numbers that show whether a model in parts is the whole one.
+A rank runs until it needs a value that another rank has not sent yet. Then it is stopped, and later run again from the
+beginning, with all values sent so far. So the code must give the same results each time. We run only small computations
+on the CPU in this way: a few numbers that show whether a model in parts computes the same as the whole model.
 """
 
 from __future__ import annotations

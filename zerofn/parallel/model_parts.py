@@ -1,4 +1,4 @@
-"""The parts of a model that no boundary of a pipeline cuts, what each costs, and stages that are made of them."""
+"""The parts of a model that no boundary of a pipeline splits, their costs, and the stages that consist of them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ _FORMS = ("canonicalize", "functionalize", "share_masks")  # passes that bring a
 
 
 class StageRow(NamedTuple):
-    """One stage: its rank; the parts of the model that it has, by name; elements of its parameters; seconds of F, I and
-    W of a microbatch as it was given; bytes that it sends to later stages, and back.
+    """One stage of a pipeline.
+
+    It has: the stage's rank; the names of the model's parts in it; the number of elements of its parameters; the
+    seconds of F, I and W of one microbatch; the bytes that it sends to later stages, and back.
     """
 
     rank: int

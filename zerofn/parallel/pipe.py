@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which leaf of a model lies on which, as cuts for `shard`."""
+"""The stages of a pipeline: which leaf of a model is on which stage, as cuts for `shard`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ MICROBATCHES = 4  # a rank, if nobody says how many there will be
 
 
 class StageCuts(dict[str, Any]):
-    """The cuts of a model into the stages of a pipeline, by leaf, for `zerofn.shard(cuts=)`. Printed, a table.
+    """How a model is cut into the stages of a pipeline, by leaf, for `zerofn.shard(cuts=)`. It prints as a table.
 
-    `pipeline`: the placement of stages on ranks, and the schedule. `stages`: a row for each.
+    `pipeline`: the placement of stages on ranks, and the schedule. `stages`: a row for each stage.
     """
 
     def __init__(self, cuts: Mapping[str, Any], pipeline: Pipeline, stages: Sequence[StageRow]) -> None:
@@ -75,27 +75,27 @@ def pipe(
         state = zerofn.shard(init_state, mesh=mesh, cuts=cuts)
         step = zerofn.compile(train_step)  # accumulates over microbatches: zerofn.accumulate(vg, 16)(batch)
 
-    One microbatch of `loss_fn(params, batch)` is captured, without computing anything: `params` are those of `model`
-    by name, which may be a skeleton. The embedding, each block, and the final norm with the head are parts that no
-    boundary cuts; they are spread so that ranks have equal work. If the model has a `pp_plan`, as those of transformers
-    do, the modules that it names are the parts: of a `ModuleList` each item is one, and all that is read before the
-    first list, or behind the last, is one. A parameter that several stages read, such as a tied embedding, lies on
-    each of them.
+    `pipe` captures one microbatch of `loss_fn(params, batch)`, without computing anything; `params` are those of
+    `model` by name, which may be a skeleton. The embedding, each block, and the final norm with the head are *parts*,
+    which no boundary splits. Parts are spread so that ranks have equal work. If the model has a `pp_plan`, as
+    transformers' models do, the modules that the plan names are the parts: each item of a `ModuleList` is a part,
+    everything that is read before the first list is a part, and so is everything that is read after the last. A
+    parameter that several stages read, such as a tied embedding, lies on each of them.
 
     `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage a rank, in a line), "interleaved" or "interleaved-zb" (`chunks`
-    stages a rank, in a loop), "zbv" (two, in a V), or "auto": the placement and order that a simulation finds the
-    fastest, of those in which no rank keeps more for the backward pass than under a named one; or one of your own: a
+    stages a rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements and orders, and chooses the
+    fastest in which no rank stores more for the backward pass than under a named schedule. A schedule of your own is a
     `zerofn.schedules.Schedule`, the text that torch.distributed.pipelining writes, or a list of actions for each rank,
-    such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or leaves with which stages but the
-    first begin, instead of the balance. `microbatches`: for how many to choose; the step may have another number.
-    `cuts`: those of other axes, as `zerofn.parallel.tensor` returns them, which the result includes. `precision`: as
-    for `shard`; in bfloat16 products take half of the time that they take in float32, or less, so that the embedding
-    and norms count for more. `machine`: what costs are for, a name as for `plan`; by default a typical one, with GPUs
-    where this process sees one. All ranks take the first one's figures.
+    such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or leaves with which all stages but
+    the first begin, instead of the balanced ones. `microbatches`: the number to choose a schedule for; the step may
+    have another number. `cuts`: those of other axes, such as the result of `zerofn.parallel.tensor`; the result
+    includes them. `precision`: as for `shard`. In bfloat16 products take at most half of their float32 time, so the
+    embedding and norms have a larger share. `machine`: the machine whose costs are used, a name as for `plan`; by
+    default a typical machine, with GPUs if this process has one. All ranks use the first rank's costs.
 
-    Raises `ValueError` for a mesh without the axis, more stages than parts, an unknown name, a schedule that cannot
-    run, a `pp_plan` that names no module, and a loss function that reads parameters in no order; what `shard` raises
-    for a precision.
+    Raises `ValueError` for a mesh without the axis, for more stages than parts, for an unknown name, for a schedule
+    that cannot run, for a `pp_plan` that names no module, and for a loss function that does not read parameters in a
+    fixed order. Raises what `shard` raises for a precision.
     """
     several = {name: (x,) if isinstance(x, Cut) else tuple(x) for name, x in (cuts or {}).items()}
     given = {name: tuple(cut for cut in x if cut.axis != PIPE) for name, x in several.items()}

@@ -1,6 +1,6 @@
-"""What a plan says of a module or a parameter: how its weights are cut, and what happens to its input and output.
+"""The entries of a tensor-parallel plan: how a layer's weights are sliced, and what happens to its input and output.
 
-Words are those of transformers' `tp_plan`.
+The words are those of transformers' `tp_plan`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ KINDS = ("linear", "embedding", "experts", "identity", "varied", "plain", "laten
 
 @dataclass(frozen=True)
 class Slice:
-    """How a layer's weights are cut over the tensor axis.
+    """How a layer's weights are sliced over the tensor axis.
 
-    `dim`: of the weight [out, in] of a linear layer, also where it is kept transposed, or of a parameter with the name
-    of the plan's key; None leaves them whole. `parts`: how many matrices lie one after the other along `dim`; each is
-    cut. `input`: "equal", the same on all ranks; "cut", this rank's part of the last dim; "take", the same on all
-    ranks, of which each takes its part. `output`: "cut", this rank's part of the last dim; "sum", terms of the ranks;
-    "concat", parts that each rank gets all of; "equal". `kind`: of module, by which it computes with its slices, such
-    as "embedding"; most have a word.
+    `dim`: of the weight [out, in] of a linear layer, even if the weight is stored transposed; or of a parameter, if the
+    plan's key names one. None leaves the weights whole. `parts`: the number of matrices that lie one after the other
+    along `dim`; each is sliced. `input`: "equal", all ranks pass in the same input; "cut", each rank passes in its
+    slice of the last dim; "take", all ranks pass in the same input, of which the layer takes this rank's slice.
+    `output`: "cut", this rank's slice of the last dim; "sum", partial sums, which are added up over ranks; "concat",
+    slices, which are gathered to all ranks; "equal". `kind`: of module, such as "embedding", which computes with its
+    slices in a special way; most kinds have a word.
 
-    A linear layer that is cut along "out" takes what is equal and leaves "cut" or "concat": `COLWISE` is
-    `Slice(-2, output="cut")`. One that is cut along "in" takes "cut" or "take" and leaves a "sum": `ROWWISE` is
-    `Slice(-1, input="cut")`.
+    A linear layer that is sliced along "out" has equal inputs, and its output is "cut" or "concat": `COLWISE` is
+    `Slice(-2, output="cut")`. One that is sliced along "in" has the input "cut" or "take", and the output "sum":
+    `ROWWISE` is `Slice(-1, input="cut")`.
     """
 
     dim: int | None

@@ -1,7 +1,8 @@
-"""What a mistake in a plan of slices runs into, in a sentence: where, what it needs, what to write instead.
+"""Errors for mistakes in a tensor-parallel plan: where, what was expected, what to write instead.
 
-Modules that cannot be cut by a word are refused when the plan is read. Whether a layer gets what it needs shows in the
-forward: a `Trail` knows which layers have left this rank its part, and torch's error names the module that wanted all.
+Modules that no word can slice are refused when the plan is read. Whether a layer gets the input that it needs shows
+only in the forward pass. A `Trail` notes which layers have left this rank a slice, and torch's own error names the
+module that needed the whole.
 """
 
 from __future__ import annotations

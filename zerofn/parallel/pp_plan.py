@@ -1,4 +1,4 @@
-"""A model's own plan of a pipeline, `pp_plan`: the names of the modules that its stages are made of."""
+"""A model's own plan of a pipeline, `pp_plan`: the names of the modules of which stages consist."""
 
 from __future__ import annotations
 

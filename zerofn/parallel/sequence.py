@@ -20,28 +20,27 @@ IGNORED = -100  # the label of a token that counts for no loss
 def split_sequence(
     batch: Mapping[str, Tensor], mesh: Mesh, *, shift: bool = True, chunks: Chunks | None = None
 ) -> dict[str, Tensor]:
-    """Cut the sequences of a batch for the ranks of the mesh's axis `context`.
+    """Split the sequences of a batch for the ranks of the mesh's axis `context`.
 
-    `batch`: `input_ids` [B, S], and whatever else has the shape [B, S], such as `labels` and `token_type_ids`: the same
-    rows on all ranks of the axis. S is a multiple of 2 * size: a rank gets chunk number r and chunk number
-    2 * size - 1 - r of 2 * size, so that all have the same work under a causal mask. `shift`: whether a token's label
-    is that of the next one, which is looked up before the cut. `chunks`: another deal (`balanced_chunks`), whose number
-    of chunks divides S; attention, or `context`, must be given the same.
+    `batch`: `input_ids` [B, S], and all other entries with the shape [B, S], such as `labels` and `token_type_ids`. All
+    ranks of the axis must pass the same rows. S must be a multiple of 2 * size: a rank gets the chunks r and 2 * size -
+    1 - r of 2 * size chunks, so that all ranks have equal work under a causal mask. `shift`: whether the label of a
+    token is that of the next token; labels are shifted before the split. `chunks`: another way to deal chunks
+    (`balanced_chunks`), whose number of chunks divides S. Pass the same chunks to `attention` or `context`.
 
-    -> the rank's parts [B, S / size], and beside them
+    -> the rank's parts [B, S / size], and with them
 
-    - `position_ids` [B, S / size]: the tokens' places in the whole sequence, or in their documents;
-    - where `position_ids` of the batch begin anew, so that a row has several documents, `document_spans` int32
-      [B, S, 2]: for each token of the whole row its document's first place, and the one behind the last;
-    - with labels: `shift_labels`, the same as `labels` now are (with `shift`), and `items_per_row` [B]: how many labels
-      of the whole row count for a loss, those that are not -100;
-    - `row_digest` [B]: a number that follows from all that was given of the row, by which ranks see that they have the
-      same rows.
+    - `position_ids` [B, S / size]: the tokens' positions in the whole sequence, or in their documents;
+    - if `position_ids` of the batch start again within a row, so that the row has several documents: `document_spans`
+      int32 [B, S, 2], for each token of the whole row the first position of its document, and the one after the last;
+    - with labels: `shift_labels`, equal to the returned `labels` (with `shift`), and `items_per_row` [B]: the number of
+      labels of the whole row that count for a loss, those that are not -100;
+    - `row_digest` [B]: a checksum of all entries of the row, by which ranks check that they have the same rows.
 
-    A rank's loss is size * (sum of its tokens' losses) / items_per_row.sum(): its mean over ranks is that of whole
-    sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length that
-    ranks cannot share, for padding (`attention_mask` with zeros), and for `position_ids` that neither go on by 1 nor
-    begin anew with 0.
+    A rank's loss is size * (sum of its tokens' losses) / items_per_row.sum(); the mean of these over ranks is the loss
+    of whole sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length
+    that ranks cannot share, for padding (`attention_mask` with zeros), and for `position_ids` that neither increase by
+    1 nor start again with 0.
 
     >>> mesh = Mesh.make(data=-1)
     >>> sorted(split_sequence({"input_ids": torch.tensor([[5, 6, 7, 8]])}, mesh))

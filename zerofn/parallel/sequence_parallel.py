@@ -1,9 +1,10 @@
-"""Layers that have a rank's part of the tokens where nothing of them is cut: norms, sums, dropout (Korthikanti et al.,
-"Reducing activation recomputation in large transformer models", arXiv:2205.05198).
+"""Sequence parallelism: norms, residual additions and dropout compute on a rank's part of the tokens (Korthikanti et
+al., "Reducing activation recomputation in large transformer models", arXiv:2205.05198).
 
-Between layers a rank has a part of each sequence. A module with column-cut layers (attention, an MLP) gets all of it,
-by an all-gather; a row-cut layer leaves a part of it, by a reduce-scatter: each is the other's transpose, and both
-together send what one sum does. The backward pass gathers once more, so that no rank keeps all tokens.
+Between sliced layers, a rank has a part of each sequence. An all-gather brings all tokens to a module with
+column-sliced layers (attention, an MLP). A reduce-scatter leaves each rank its part after a row-sliced layer. The two
+are transposes of each other, and together send as many bytes as one all-reduce. The backward pass gathers the tokens a
+second time, so no rank stores all of them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What cut layers of one module have in common: what they take varies once, so that one sum is sent of their gradients,
-and what is drawn between them is drawn for slices.
+"""Values that several sliced layers of one module share: inputs and random draws.
+
+If several sliced layers read one input (q, k and v), we apply `vary` to that input once. Its gradient is then
+all-reduced once instead of three times. Random draws between sliced layers differ between ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""A small model of the same class as a large one, with real values in float64: what its parts compute can be compared
-with the whole. Its layers are of the same kinds, and few; its heads and widths are in the same proportions, and small.
+"""Small twins: a small model of the same class as a large one, with real values in float64.
+
+We compare its computation in parts with its computation as a whole. A twin has a few layers, of the same kinds as the
+large model's; its heads and widths are small, in the same proportions.
 """
 
 from __future__ import annotations
@@ -35,14 +37,15 @@ _NO_WIDTH = r"\w*(image|patch|batch|kernel|type|token|memory|hash|group|conv|max
 
 
 class NoTwin(Exception):
-    """A model of which no small one can be made; says why."""
+    """No small twin of a model can be made; the message says why."""
 
 
 def small_twin(model: nn.Module, parts: int, kind_of: Callable[[str], Any] = lambda name: None) -> nn.Module:
-    """Return a small model of the class of a skeleton of transformers, on the CPU and in float64.
+    """Return a small model of the same class as a transformers skeleton, on the CPU and in float64.
 
-    `parts`: how many ranks are to share its heads, if they share those of `model`. `kind_of`: says by a module's name
-    what else makes a layer one of its kind. Generators are left as they are. Raises `NoTwin`.
+    `parts`: the number of ranks that share its heads, if they share the heads of `model`. `kind_of`: a function of a
+    module's name, whose result distinguishes kinds of layers further. Random generators are left unchanged. Raises
+    `NoTwin`.
     """
     config = getattr(model, "config", None)
     if not hasattr(model, "_from_config") or not hasattr(config, "get_text_config"):

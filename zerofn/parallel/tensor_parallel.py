@@ -1,8 +1,8 @@
 """Tensor parallelism in the local (Megatron) form: a rank's leaves are slices, and modules call linear maps.
 
-A layer that is cut by columns gets `vary` before it, one that is cut by rows `psum` behind it; both are each other's
-transposes, so that gradients, and all that is derived from them, are those of the whole layer. The module is not
-changed but for the forward of the layers that the plan names.
+A column-sliced layer gets `vary` before it, and a row-sliced layer `psum` after it. The two maps are transposes of each
+other, so gradients, and everything derived from them, are those of the whole layer. Nothing of the model changes except
+the forwards of the layers that the plan names.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ def tensor(
         model = zerofn.skeleton(build)
         state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.parallel.tensor(model, mesh))
 
-    `plan`: module or parameter name, with `*` for numbers and for any one component -> a word of transformers'
-    `tp_plan`, or a `Slice`; by default the model's own `tp_plan`. Layers inside attention are cut at whole heads.
-    Where there are fewer heads of keys and values than ranks, several ranks have the same, and their gradients are
-    summed. Two entries more, beside those of a model's own plan:
+    `plan`: maps names of modules or parameters, with `*` for numbers and for any one component, to a word of
+    transformers' `tp_plan` or to a `Slice`; by default the model's own `tp_plan`. Layers inside attention are sliced at
+    whole heads. If there are fewer heads of keys and values than ranks, several ranks hold the same head, and its
+    gradients are summed. You may add two entries to a model's own plan:
 
     - "model.layers.*": "sequence_parallel": between attention and MLP, ranks have parts of the tokens;
-    - "lm_head": "colwise": logits stay cut by vocabulary, and the model's loss is computed from slices.
+    - "lm_head": "colwise": logits stay sliced by vocabulary, and the model's loss is computed from slices.
 
-    `attributes`: module name -> {attribute: function of (value, ranks)}, for numbers that modules keep, such as that of
-    their heads: {"blocks.*.attn": {"num_heads": lambda heads, ranks: heads // ranks}}. Which layers are of attention
-    follows from `head_dim`, or another name of a head's size, in the module that has them.
+    `attributes`: maps module names to {attribute: function of (value, ranks)}, for numbers that modules store, such as
+    the number of heads: {"blocks.*.attn": {"num_heads": lambda heads, ranks: heads // ranks}}. A module with
+    `head_dim`, or another name for the size of a head, counts as attention.
 
-    An embedding whose weight is that of a head cut by columns ("tied") is cut with it.
+    An embedding that shares its weight with a column-sliced head ("tied") is sliced with it.
 
-    A plan that is not the model's own is tried first: a small model of the same class, cut by it, must have the outputs
-    and gradients of the whole one, in float64 to 1e-6. If no small one can be made, the log says so.
+    A plan other than the model's own is tested first: a small model of the same class, sliced by this plan, must have
+    the outputs and gradients of the whole model, in float64 to 1e-6. If no small model can be made, the log says so.
 
-    Raises `ValueError` for a mesh without the axis, a model without a plan, an entry that matches nothing, an unknown
-    word, a parameter of several modules of which the plan cuts one, for heads that ranks cannot share, and for a plan
-    with which a model is another one.
+    Raises `ValueError` for a mesh without the axis, for a model without a plan, for an entry that matches nothing, for
+    an unknown word, for a parameter that several modules share and the plan slices for only some of them, for heads
+    that ranks cannot share, and for a plan with which the model computes other values.
     """
     axis, own = mesh.axis(TENSOR), getattr(model, "tp_plan", None) or {}
     if plan is None:

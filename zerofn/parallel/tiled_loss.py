@@ -1,4 +1,4 @@
-"""A loss that has the logits of some tokens at a time: a tile of them, which is computed again in the backward pass."""
+"""A loss that computes logits for some tokens at a time (a tile), and again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .sequence import IGNORED, shifted
 
 @checked()
 def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
-    """Let a decoder of transformers compute its loss without ever having all logits.
+    """Let a transformers decoder compute its loss without ever having all logits at once.
 
         zerofn.parallel.tiled_loss(model)
         loss = functional_call(model, params, (), batch).loss
 
-    `tiles`: into how many parts sequences are cut. Where the model is called with labels, its head and its loss run on
-    one part after the other, and again in the backward pass; its output has no logits then. Call `tensor` before.
+    `tiles`: the number of parts into which sequences are split. If the model is called with labels, its head and its
+    loss run on one part after the other, and again in the backward pass; its output then has no logits. Call `tensor`
+    before `tiled_loss`.
 
-    Raises `TypeError` for anything that is no decoder of transformers with a head, `ValueError` for fewer tiles than
-    one, and, when the model is called with labels, for a model that does more with logits than its loss.
+    Raises `TypeError` for anything but a transformers decoder with a head. Raises `ValueError` for fewer tiles than
+    one, and, when the model is called with labels, for a model that uses logits for more than its loss.
     """
     name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()

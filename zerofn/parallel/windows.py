@@ -1,4 +1,4 @@
-"""Windows that transformers' models ask for, as patterns."""
+"""The attention windows of transformers' models, as patterns."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _FAR = 1 << 40  # tokens: more than a row has
 
 
 def window_of(mask_function: Callable[..., Any]) -> Pattern | None:
-    """Return what a mask function of transformers allows, if its code says that it is a window, a triangle, or both;
-    None of others, whose answers may depend on a batch.
+    """Return the pattern of a mask function if its code shows that it is a window, a causal mask, or both.
+
+    Return None for other functions, whose results may depend on a batch.
     """
     from transformers import masking_utils as known
 
