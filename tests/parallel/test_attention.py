@@ -128,14 +128,14 @@ def refusals():
     axis = Mesh.make(data=2).axis("data")
     x = torch.ones(1, 3, 4, 2)
     bad = [
-        ({"method": "ulyses"}, x, x, "no method 'ulyses'"),
+        ({"method": "ulyses"}, x, x, "method='ulyses' is not known; write 'ulysses' or 'ring'"),
         ({}, x, x, "cannot share 3 heads; write method='ring'"),
-        ({"method": "ring"}, x, x[:, :2], "2 heads of keys do not divide 3"),
+        ({"method": "ring"}, x, x[:, :2], "2 heads of keys must divide 3"),
         ({"method": "ring"}, x[:, :, :3], x[:, :, :3], "two chunks of one size"),
-        ({"method": "ring", "mask": torch.ones(8, 8) > 0}, x, x, "'ring' knows no mask; write method='ulysses'"),
+        ({"method": "ring", "mask": torch.ones(8, 8) > 0}, x, x, "'ring' takes no mask; write method='ulysses'"),
         ({"mask": torch.ones(4, 4) > 0}, x[:, :2], x[:, :2], r"\[.., 1, 8, 8\], .*got torch.bool \[4, 4\]"),
         ({"mask": torch.ones(2, 8, 8) > 0}, x[:, :2], x[:, :2], r"got torch.bool \[2, 8, 8\]"),
-        ({"mask": torch.ones(8, 8)}, x[:, :2], x[:, :2], "mask must be booleans"),
+        ({"mask": torch.ones(8, 8)}, x[:, :2], x[:, :2], "expected a mask of booleans"),
     ]
     for options, q, k, message in bad:
         with pytest.raises(ValueError, match=message):

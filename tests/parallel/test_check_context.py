@@ -56,9 +56,9 @@ def test_layers_of_windows_are_taken_but_in_a_ring(caplog):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("FNetForMaskedLM", "in parts of rows is another model: its outputs are off by"),
-        ("BartForCausalLM", "in parts of rows is another model"),  # asks for no positions
-        ("DogeForCausalLM", "asks for another attention than full one"),
+        ("FNetForMaskedLM", "computes other values on parts of rows: its outputs are off by"),
+        ("BartForCausalLM", "computes other values on parts of rows"),  # asks for no positions
+        ("DogeForCausalLM", "needs another attention than full or causal attention"),
         ("RobertaForSequenceClassification", r"returns \[2, 2\] for tokens \[2, 16\]"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_model_that_parts_make_another_one_is_refused(name, message):
 
 
 def test_attention_that_is_code_of_its_own_is_refused():
-    with pytest.raises(TypeError, match="^context: the attention of MegatronBertForMaskedLM is code of its own"):
+    with pytest.raises(TypeError, match="^context: the attention of MegatronBertForMaskedLM is its own code"):
         context(made("MegatronBertForMaskedLM"), MESH)
 
 
@@ -84,7 +84,7 @@ class Centred(transformers.BertForMaskedLM):
 def test_a_class_of_ones_own_is_compared_by_its_own_forward():
     with torch.device("meta"):
         model = Centred._from_config(transformers.BertConfig(**TEXT))
-    with pytest.raises(ValueError, match="Centred in parts of rows is another model"):
+    with pytest.raises(ValueError, match="Centred computes other values on parts of rows"):
         context(model, MESH)
 
 

@@ -40,7 +40,7 @@ def test_slopes_of_the_first_heads_are_not_those_of_a_ranks_heads():
     model = made(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=8))
     fewer = {"transformer.h.*.self_attention": FEWER, "transformer": {"num_heads": FEWER["num_heads"]}}
     with pytest.raises(
-        ValueError, match=r"BloomForCausalLM is another model: .*'transformer.h.0.self_attention.dense'"
+        ValueError, match=r"BloomForCausalLM computes other values: .*'transformer.h.0.self_attention.dense'"
     ):
         tensor(model, MESH, ATTENTION, attributes=fewer)
 
@@ -136,8 +136,8 @@ def test_what_cannot_be_compared_is_told(caplog):
     model.cls.predictions.decoder = nn.Sequential(model.cls.predictions.decoder)
     head = {"cls.predictions.decoder.0": Slice(-2, output="concat")}
     tensor(model, MESH, head)
-    assert "BertForMaskedLM, cut by this plan, was not compared with the whole model" in caplog.text
+    assert "the plan for BertForMaskedLM was not tested on a small model" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="zerofn"):
         tensor(nn.Sequential(nn.Linear(4, 4)), MESH, {"0": "colwise_rep"})
-    assert "Sequential, cut by this plan, was not compared" in caplog.text
+    assert "the plan for Sequential was not tested" in caplog.text

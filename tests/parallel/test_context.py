@@ -104,8 +104,8 @@ def refusals():
     in_chunks = {**SMALL, "attention_chunk_size": 4, "head_dim": 4}
     chunked = transformers.Llama4TextConfig(**in_chunks, intermediate_size=36, intermediate_size_mlp=36)
     bad = [
-        (lambda: context(nn.Linear(2, 2), mesh), "Linear is no model of transformers"),
-        (lambda: context(build("llama"), mesh, method="rings"), "no method 'rings'"),
+        (lambda: context(nn.Linear(2, 2), mesh), "Linear is not a transformers model"),
+        (lambda: context(build("llama"), mesh, method="rings"), "method='rings' is not known"),
         (lambda: context(build("llama"), Mesh.make(data=2)), "mesh has no axis 'context'"),
         (lambda: context(transformers.T5ForConditionalGeneration(T5), mesh), "has an encoder and a decoder"),
         (
@@ -114,44 +114,41 @@ def refusals():
         ),
         (
             lambda: context(transformers.Llama4ForCausalLM(chunked), mesh, method="ring"),
-            "Llama4.* not at chunks of 4; write method='ulysses'",
+            "Llama4.* not over chunks of 4; write method='ulysses'",
         ),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
-        (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "cut the batch by zerofn.parallel.split_seq"),
+        (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "batch = zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),
         (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),
         (
             lambda: stepped(mesh, split_sequence({k: x + rank for k, x in batch.items()}, mesh)),
             "the rows whose sequences ranks of 'context' share, cut into .* must be",
         ),
-        (
-            lambda: stepped(mesh, split_sequence(batch, mesh, shift=False), "bert"),
-            "computes its loss in a way of its own",
-        ),
+        (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False), "bert"), "has its own loss"),
         (
             lambda: stepped(mesh, split_sequence(batch, mesh, chunks=Chunks.in_order(2))),
             "cut into the chunks of zerofn.parallel.context, must be",
         ),
-        (lambda: split_sequence({"labels": batch["labels"]}, mesh), "the batch has no 'input_ids'"),
+        (lambda: split_sequence({"labels": batch["labels"]}, mesh), "expected 'input_ids' in the batch"),
         (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "sequences of 6 tokens: pad them to 8"),
-        (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "leaves tokens out"),
+        (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "attention_mask masks tokens"),
         (
             lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4 + 1}, mesh),
-            "begin with 0 and go on by 1",
+            "begin with 0 and increase by 1",
         ),
-        (lambda: split_sequence({**batch, "weight": torch.ones(3)}, mesh), r"'weight' is \[3\]"),
+        (lambda: split_sequence({**batch, "weight": torch.ones(3)}, mesh), r"expected 'weight' \[.*got \[3\]"),
     ]
     for call, message in some_of(bad, *bad[:2], *bad[4:7], *bad[11:]):
         with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call()
     model = build("llama")
     context(model, mesh)
-    with pytest.raises(ValueError, match="context: it has changed this LlamaForCausalLM before"):
+    with pytest.raises(ValueError, match="context: was already called on this LlamaForCausalLM"):
         context(model, mesh)
-    with pytest.raises(ValueError, match="knows no attention_mask; leave it out"):
+    with pytest.raises(ValueError, match="takes no attention_mask; leave it out"):
         model(**cut, attention_mask=torch.ones_like(cut["input_ids"]))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="its attention is 'sdpa' now"):
+    with pytest.raises(ValueError, match="its attention was changed to 'sdpa'"):
         model(**cut)
     model = transformers.LlamaForCausalLM(ODD)
     context(model, mesh)

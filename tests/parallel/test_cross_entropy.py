@@ -53,9 +53,9 @@ def test_a_label_that_is_not_in_the_vocabulary_has_no_loss(ranks):
 @pytest.mark.parametrize(
     ("shapes", "reduction", "message"),
     [
-        ((2, 3, 10), "mean", "of 11 entries of the vocabulary rank 0 of the 1 of axis 'data' has 11, and its logits"),
-        ((2, 4, 11), "mean", r"labels are \[2, 3\], and logits \[2, 4, 11\]"),
-        ((2, 3, 11), "max", "reduction is one of mean, sum, none, not 'max'"),
+        ((2, 3, 10), "mean", "rank 0 of 1 along 'data' has 11 of 11 entries of the vocabulary, but got logits"),
+        ((2, 4, 11), "mean", r"expected labels \[2, 4\] for logits \[2, 4, 11\], got \[2, 3\]"),
+        ((2, 3, 11), "max", "expected reduction to be one of mean, sum, none, got 'max'"),
     ],
 )
 def test_bad_input_is_refused(shapes, reduction, message):

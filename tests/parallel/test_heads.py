@@ -37,7 +37,9 @@ def test_a_module_says_how_many_heads_a_rank_has():
     assert cut(2, SHARED) == 2
     assert cut(2, {"*": {"num_heads": lambda heads, ranks: heads}}) == 4
     assert cut(2, head_dim=6) == 4  # it asks how many there are
-    with pytest.raises(ValueError, match=r"0.num_heads is 4, and layers of 0 .*attributes=\{'0': \{'num_heads'"):
+    with pytest.raises(
+        ValueError, match=r"0.num_heads is 4, but the plan slices layers of 0 .*attributes=\{'0': \{'num_heads'"
+    ):
         cut(2)
     with pytest.raises(ValueError, match="num_heads is 4, which 3 ranks cannot share"):
         cut(3, SHARED)
@@ -65,12 +67,15 @@ def test_ranks_do_not_share_what_is_summed_or_put_together(word):
 def test_a_model_is_cut_once():
     model = zerofn.skeleton(lambda: nn.Sequential(nn.Linear(4, 4)))
     tensor(model, Mesh.planned({"tensor": 2}), {"0": "colwise_rep"})
-    with pytest.raises(ValueError, match="tensor: it has changed this Sequential before; make a new skeleton"):
+    with pytest.raises(ValueError, match="tensor: was already called on this Sequential; make a new skeleton"):
         tensor(model, Mesh.planned({"tensor": 2}), {"0": "colwise_rep"})
 
 
 def test_slices_have_known_words():
-    for wrong, message in (({"kind": "lin"}, "kind='lin' is not known"), ({"parts": 0}, "parts=0 is no number")):
+    for wrong, message in (
+        ({"kind": "lin"}, "kind='lin' is not known"),
+        ({"parts": 0}, "expected parts to be a number of matrices, 1 or more, got 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             Slice(-2, output="cut", **wrong)
 

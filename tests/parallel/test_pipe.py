@@ -107,11 +107,15 @@ def test_stages_may_be_named():
         (8, {}, "give pipe at most 4"),
         (2, {"schedule": "1f1"}, "schedule='1f1' is not known; did you mean '1f1b'"),
         (2, {"microbatches": 0}, "microbatches must be at least 1, got 0"),
-        (2, {"chunks": 2}, "chunks= is about one placement, and schedule='auto' chooses"),
+        (2, {"chunks": 2}, "chunks= needs one placement of stages, but schedule='auto' chooses"),
         (2, {"schedule": "zbv", "chunks": 3}, "schedule 'zbv' has chunks=2, got 3"),
         (2, {"schedule": "1f1b", "stages": ["model.layer.1"]}, "did you mean 'model.layers.1'"),
-        (2, {"schedule": "1f1b", "stages": []}, "has 0 name.s., and a line of 2 ranks has 2 stages"),
-        (3, {"schedule": "1f1b", "stages": ["model.layers.1", "model.layers.0"]}, "not in the order in which the loss"),
+        (2, {"schedule": "1f1b", "stages": []}, "a line of 2 ranks has 2 stages, so stages= needs 1 name.* Got 0"),
+        (
+            3,
+            {"schedule": "1f1b", "stages": ["model.layers.1", "model.layers.0"]},
+            "in the order in which the loss reads them, got",
+        ),
     ],
 )
 def test_what_cannot_be_is_told(num_ranks, options, sentence):

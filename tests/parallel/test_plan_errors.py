@@ -91,8 +91,16 @@ def plan_of(build, plan, x=FEATURES, loss=None, attributes=None):
 HEADS = {"attributes": {"": {"heads": lambda n, ranks: n // ranks}}}
 IN_THE_FORWARD = {
     "columns without rows": (Mlp, {"up": "colwise"}, "down .Linear.: .*'up' leaves 4 of its 8 .*'rowwise' for 'down'"),
-    "rows without columns": (Mlp, {"down": "rowwise"}, "down .Linear.: .*cuts it by rows.*'rowwise_split_input' for"),
-    "columns twice": (Mlp, {"up": "colwise", "down": "colwise"}, "takes what all ranks have.*'rowwise' for 'down'"),
+    "rows without columns": (
+        Mlp,
+        {"down": "rowwise"},
+        "down .Linear.: .*needs a slice of the features, but it got all.*'rowwise_split_input' for",
+    ),
+    "columns twice": (
+        Mlp,
+        {"up": "colwise", "down": "colwise"},
+        "needs all features, but got a slice.*'rowwise' for 'down'",
+    ),
     "a norm behind": (Mlp, {"down": "colwise"}, "norm .LayerNorm.: .*'colwise_gather_output' for 'down'"),
     "a layer between": (lambda: Mlp(nn.Linear(8, 8)), PLAN, "between .Linear.: .*'rowwise' for 'between'"),
     "a norm between": (lambda: Mlp(nn.RMSNorm(8)), PLAN, "between .RMSNorm.: .*needs all.*'rowwise_split"),
@@ -103,7 +111,7 @@ IN_THE_FORWARD = {
         {"qkv": "colwise", "out": "rowwise"},
         r"Attention .*unflatten\(-1, \(2, 3\).*'qkv'",
     ),
-    "a parameter of a norm": (Mlp, PLAN | {"norm.weight": "colwise"}, "norm .LayerNorm.: .*The plan cuts its weight"),
+    "a parameter of a norm": (Mlp, PLAN | {"norm.weight": "colwise"}, "norm .LayerNorm.: .*The plan slices its weight"),
 }
 
 
@@ -124,8 +132,8 @@ TWO_CONVOLUTIONS = (lambda: OverChannels(nn.Conv1d(6, 8, 3, padding=1), nn.Conv1
         (Whole, {"attention.out_proj": "rowwise"}, "attention: nn.MultiheadAttention computes with all of its weights"),
         (Whole, {"attention.in_proj_weight": Slice(0, parts=3)}, "attention: nn.MultiheadAttention"),
         (Whole, {"attention": "colwise"}, "attention: nn.MultiheadAttention"),
-        (*TWO_CONVOLUTIONS, {"parts.0": "colwise"}, r"parts.0: expected a matrix .*\[8, 6, 3\] of Conv1d"),
-        (Mlp, {"norm": "colwise"}, r"norm: expected a matrix .*\[6\] of LayerNorm"),
+        (*TWO_CONVOLUTIONS, {"parts.0": "colwise"}, r"parts.0: expected a linear layer .*\[8, 6, 3\] of Conv1d"),
+        (Mlp, {"norm": "colwise"}, r"norm: expected a linear layer .*\[6\] of LayerNorm"),
         (lambda: nn.Embedding(4, 6), {"": "colwise"}, "matches no module"),
         (lambda: nn.Sequential(nn.Embedding(4, 6)), {"0": "colwise"}, "0: Embedding is an embedding, .*'embedding_row"),
         (

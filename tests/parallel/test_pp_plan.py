@@ -86,5 +86,7 @@ def test_plans_of_transformers_are_what_names_say(name):
 
 
 def test_a_name_of_no_module_is_refused():
-    with pytest.raises(ValueError, match="the pp_plan of Reader names 'step', and it has no such module; did you mean"):
+    with pytest.raises(
+        ValueError, match="the pp_plan of Reader names 'step', but the model has no such module; did you mean"
+    ):
         parts_of(Reader(pp_plan={"read": 0, "step": 0}))

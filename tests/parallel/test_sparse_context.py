@@ -160,13 +160,13 @@ def refusals():
     layout = sparse.layout(sparse.sliding_window(4), 16)
     index = torch.zeros(1, 2, 1, 1, dtype=torch.int64)
     bad = [
-        ({"layout": layout, "method": "ring"}, "sparse.Layout is of whole sequences"),
-        ({"layout": sparse.layout(sparse.pattern(by_head), 16, heads=2)}, "sparse.Layout is of whole sequences"),
-        ({"layout": sparse.chosen(index, 16), "method": "ring"}, "none that it chooses; write method='ulysses'"),
-        ({"layout": sparse.causal, "mask": torch.ones(16, 16) > 0}, "a mask and a layout are two answers"),
+        ({"layout": layout, "method": "ring"}, "sparse.Layout describes whole sequences"),
+        ({"layout": sparse.layout(sparse.pattern(by_head), 16, heads=2)}, "sparse.Layout describes whole sequences"),
+        ({"layout": sparse.chosen(index, 16), "method": "ring"}, "a step cannot choose them; write method='ulysses'"),
+        ({"layout": sparse.causal, "mask": torch.ones(16, 16) > 0}, "got a mask and a layout"),
         ({"layout": 3, "method": "ring"}, "must be a pattern"),
         ({"layout": sparse.documents(torch.tensor([0, 20])), "method": "ring"}, "ends at 20, and a row has 16"),
-        ({"chunks": Chunks.in_order(3)}, "chunks are those of 3 ranks, and 2 share"),
+        ({"chunks": Chunks.in_order(3)}, "expected chunks for 2 ranks, which share a sequence, got chunks for 3"),
         ({"chunks": Chunks(((0, 1, 2), (3, 4, 5)))}, "expected 3 chunks of one size, .* got 8"),
     ]
     for options, message in bad:

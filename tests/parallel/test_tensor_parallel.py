@@ -164,32 +164,32 @@ TIED, UNALIKE = "llama, tied", {"model.embed_tokens": "embedding_colwise", "lm_h
 def refusals():
     mesh = Mesh.make(tensor=2)
     bad = [
-        (lambda: tensor(mlp(), mesh), "Mlp has no tp_plan of its own"),
+        (lambda: tensor(mlp(), mesh), "Mlp has no tp_plan; pass plan="),
         (lambda: tensor(mlp(), mesh, {"upp": "colwise"}), r"plan\['upp'\] matches no module.*'up'"),
         (lambda: tensor(mlp(), mesh, {"up": "colwize"}), "'colwize' is not known; did you mean 'colwise'"),
-        (lambda: tensor(mlp(), mesh, {"up": 3}), "is a int; give a word"),
+        (lambda: tensor(mlp(), mesh, {"up": 3}), "expected a word of tp_plan or a zerofn.parallel.Slice, got a int"),
         (lambda: tensor(mlp(), mesh, {"up": "colwise", "u*": "colwise"}), "both match 'up'"),
         (lambda: tensor(mlp(), mesh, PLAN, attributes={"mid": {}}), r"attributes\['mid'\] matches no module"),
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
         (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING), "do not make up its 3"),
-        (lambda: tensor(build(TIED), mesh, {**UNALIKE, "model.embed_tokens": "replicate"}), "have the same parameter"),
+        (lambda: tensor(build(TIED), mesh, {**UNALIKE, "model.embed_tokens": "replicate"}), "share the parameter"),
         (
             lambda: tensor(build(TIED), mesh, {"model.embed_tokens": "embedding_rowwise"}),
-            "lm_head and .* the same parameter",
+            "lm_head and .* share the parameter",
         ),
         (
             lambda: tensor(build(TIED), mesh, UNALIKE),
-            "lm_head: the plan cuts dim 0 of .*, and dim 1 for another module",
+            "lm_head: the plan slices dim 0 of .* here, but dim 1 for another module",
         ),
         (
             lambda: tensor(mlp(), mesh, PLAN, attributes={"up": {"out_features": lambda n, ranks: n // ranks}}),
             "out_features is 9, which 2 ranks cannot share",
         ),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
-        (lambda: tensor(mlp(), mesh, {"up": Slice(-2)}), "up: a layer .* along 'out' has .*output='cut' or 'concat'"),
-        (lambda: tensor(mlp(), mesh, {"up": Slice(1)}), "up: a layer .* along 'in' has input='cut' or 'take'"),
+        (lambda: tensor(mlp(), mesh, {"up": Slice(-2)}), "up: a layer .* along 'out' needs .*output='cut' or 'concat'"),
+        (lambda: tensor(mlp(), mesh, {"up": Slice(1)}), "up: a layer .* along 'in' needs input='cut' or 'take'"),
         (lambda: tensor(mlp(), mesh, {"up": Slice(2)}), r"up: the weight .* is \[out, in\], and has no dim 2"),
     ]
     for call, message in bad:

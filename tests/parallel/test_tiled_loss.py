@@ -80,12 +80,12 @@ def test_a_model_that_does_more_with_logits_is_refused():
     )
     model = transformers.Gemma2ForCausalLM(config)
     tiled_loss(model)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM does more with logits than its loss"):
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM uses logits for more than its loss"):
         model(**BATCH)
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(ValueError, match="expected one tile or more, got 0"):
+    with pytest.raises(ValueError, match="expected tiles to be 1 or more, got 0"):
         tiled_loss(small(), 0)
-    with pytest.raises(TypeError, match="Linear is no decoder of transformers"):
+    with pytest.raises(TypeError, match="expected a transformers decoder with a head and a loss, got Linear"):
         tiled_loss(nn.Linear(2, 2))

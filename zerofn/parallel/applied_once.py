@@ -10,6 +10,6 @@ def once(change: str, model: nn.Module) -> None:
     made: set[str] = model.__dict__.setdefault("_zerofn_changes", set())
     if change in made:
         raise ValueError(
-            f"{change}: it has changed this {type(model).__name__} before; make a new skeleton, and call it once."
+            f"{change}: was already called on this {type(model).__name__}; make a new skeleton, and call it once."
         )
     made.add(change)

@@ -140,7 +140,7 @@ def attention(
 def check_method(what: str, method: str) -> None:
     """Raise `ValueError` for an unknown method."""
     if method not in METHODS:
-        raise ValueError(f"{what}: there is no method {method!r}; there are {' and '.join(map(repr, METHODS))}.")
+        raise ValueError(f"{what}: method={method!r} is not known; write {' or '.join(map(repr, METHODS))}.")
 
 
 def _check(q: Tensor, k: Tensor, axis: Axis, method: str, chunks: Chunks) -> None:
@@ -150,27 +150,27 @@ def _check(q: Tensor, k: Tensor, axis: Axis, method: str, chunks: Chunks) -> Non
     heads, groups, size = q.shape[-3], k.shape[-3], q.shape[-2]
     check_method("attention", method)
     if heads % groups:
-        raise ValueError(f"attention: {groups} heads of keys do not divide {heads} heads of queries.")
+        raise ValueError(f"attention: {groups} heads of keys must divide {heads} heads of queries, and do not.")
     if method == "ulysses" and heads % axis.size:
         raise ValueError(
             f"attention: {axis.size} ranks of {axis.name!r} cannot share {heads} heads; write method='ring', which "
-            "cuts no heads."
+            "works for any number of heads."
         )
     if axis.size > 1 and (size % chunks.each or k.shape[-2] != size):
         two = {1: "a chunk", 2: "two chunks of one size"}.get(chunks.each, f"{chunks.each} chunks of one size")
         raise ValueError(
-            f"attention: expected {two}, of queries and of keys, got {size} and {k.shape[-2]} tokens; cut batches by "
-            "zerofn.parallel.split_sequence."
+            f"attention: expected {two}, of queries and of keys, got {size} and {k.shape[-2]} tokens; split batches "
+            "with zerofn.parallel.split_sequence."
         )
 
 
 def _check_mask(mask: Tensor, length: int, method: str, axis: Axis) -> None:
     if method == "ring" and axis.size > 1:
-        raise ValueError("attention: method='ring' knows no mask; write method='ulysses'.")
+        raise ValueError("attention: method='ring' takes no mask; write method='ulysses'.")
     if mask.dtype != torch.bool or mask.shape[-2:] != (length, length) or mask.shape[-3:-2] not in ((), (1,)):
         raise ValueError(
-            f"attention: mask must be booleans [.., 1, {length}, {length}], for each token of whole sequences the "
-            f"tokens that it looks at, got {mask.dtype} {list(mask.shape)}."
+            f"attention: expected a mask of booleans [.., 1, {length}, {length}], which says to which tokens each "
+            f"token of the whole sequence attends, got {mask.dtype} {list(mask.shape)}."
         )
 
 
@@ -178,19 +178,21 @@ def _check_layout(
     qkv: tuple[Tensor, Tensor, Tensor], layout: What, mask: Tensor | None, method: str, axis: Axis
 ) -> None:
     if mask is not None:
-        raise ValueError("attention: a mask and a layout are two answers to one question; give the layout alone.")
+        raise ValueError(
+            "attention: got a mask and a layout, which both say which tokens attend to which; pass the layout alone."
+        )
     if axis.size == 1:
         return
     check_part(*qkv, layout, qkv[0].shape[-2] * axis.size)
     if isinstance(layout, Layout) and (method == "ring" or layout.sizes.heads > 1):
         raise ValueError(
-            "attention: a sparse.Layout is of whole sequences and all heads, and a rank has a part of them; give the "
-            "pattern that it was made of."
+            "attention: a sparse.Layout describes whole sequences and all heads, but a rank has only a part of them; "
+            "pass the pattern from which the layout was made."
         )
     if isinstance(layout, Blocks) and method == "ring":
         raise ValueError(
-            "attention: method='ring' sends blocks of keys that are known before a step, and none that it chooses; "
-            "write method='ulysses', with the index of the whole sequence."
+            "attention: with method='ring' ranks must know before a step which blocks of keys they send, so a step "
+            "cannot choose them; write method='ulysses', with the index of the whole sequence."
         )
 
 

@@ -165,8 +165,8 @@ class _Check:
         if not found or found[0].shape[:2] != ids.shape:
             shape = list(found[0].shape) if found else "nothing"
             raise NotPerToken(
-                f"context: {self._name} returns {shape} for tokens {list(ids.shape)}, and a rank has parts of rows: "
-                "take a model that returns something for each token."
+                f"context: {self._name} returns {shape} for tokens {list(ids.shape)}, but a rank has only parts of "
+                "rows: use a model that returns a value for each token."
             )
         return found[0]
 
@@ -194,21 +194,21 @@ class _Check:
             return f"cannot compute with parts of sequences: {error}"
         if whole.attended != found[0].attended:
             return (
-                f"calls attention {whole.attended} times for a whole row, and {found[0].attended} times for a part: "
-                "it is another model in parts. Use other axes."
+                f"calls attention {whole.attended} times for a whole row, but {found[0].attended} times for a part of "
+                "it, so parts of rows give other values. Use other axes."
             )
         if not (off := difference(whole.out, self._plain.out)) <= LIMIT:  # also where it is no number
             return (
-                f"asks for another attention than full one over all tokens, or all before one: with that, its outputs "
-                f"on a whole row are off by {off:.1g} of the largest. Use other axes."
+                "needs another attention than full or causal attention: with these, its outputs on a whole row are "
+                f"off by {off:.1g} of the largest. Use other axes."
             )
         each = [Chunks.early_and_late(self._parts).part(self._plain.out, rank, 1) for rank in range(self._parts)]
         off = max(difference(x.out, y) for x, y in zip(found, each, strict=True))
         if not off <= LIMIT:
             return (
-                f"in parts of rows is another model: its outputs are off by {off:.1g} of the largest of whole rows. "
-                "Its tokens meet elsewhere than in attention, or its positions do not count from 0. Use other axes."
+                f"computes other values on parts of rows: its outputs are off by {off:.1g} of the largest of whole "
+                "rows. Its tokens interact outside attention, or its positions do not count from 0. Use other axes."
             )
         total = {name: torch.stack([one.grads[name] for one in found]).sum(0) for name in self._plain.grads}
         other = other_gradient(self._plain.grads, total)
-        return f"in parts of rows has another gradient of {other}. Use other axes." if other else ""
+        return f"computes on parts of rows another gradient of {other}. Use other axes." if other else ""

@@ -57,14 +57,14 @@ def check_plan(
     except Exception as error:  # what raises in a small twin raises in the model, too, or is the twin's fault
         log.log(
             logging.WARNING if hasattr(model, "config") else logging.INFO,
-            "tensor: %s, cut by this plan, was not compared with the whole model on small values (%s). Compare its "
-            "loss on a mesh with that of one process.",
+            "tensor: the plan for %s was not tested on a small model (%s). Compare the loss on a mesh with the loss on "
+            "one process.",
             name,
             error if isinstance(error, NoTwin) else f"{type(error).__name__}: {error}",
         )
         return
     if wrong:
-        raise ValueError(f"tensor: cut by this plan, {name} is another model: {wrong}")
+        raise ValueError(f"tensor: sliced by this plan, {name} computes other values: {wrong}")
     if key is not None:
         the(_Right).plans.add(key)
 
@@ -89,14 +89,14 @@ def _wrong(
     off = max(_off(x, [one.outs[k] for one in found]) for k, x in enumerate(whole.outs))
     if not off <= LIMIT:
         return (
-            f"on small values its outputs are off by {off:.1g} of the largest{_where(whole, found)}. What is computed "
-            "between layers that are cut has to treat heads or features one by one, with the numbers of them that a "
-            'rank has (docs/mesh.md, "What may stand between"). Give these layers other words, or leave them whole.'
+            f"in a small model its outputs are off by {off:.1g} of the largest{_where(whole, found)}. Between sliced "
+            "layers, every operation must treat heads or features separately, with the number of them that a rank "
+            'has (docs/mesh.md, "What may stand between"). Give these layers other words, or leave them whole.'
         )
     for one, own, mesh in zip(found, cuts, meshes, strict=True):
         expected = {name: _slice(x, name, own, mesh) for name, x in whole.grads.items()}
         if other := other_gradient(expected, one.grads):
-            return f"on small values it has another gradient of {other}.{_advice(other, own)}"
+            return f"in a small model it has another gradient of {other}.{_advice(other, own)}"
     return ""
 
 

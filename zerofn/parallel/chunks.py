@@ -30,7 +30,7 @@ class Chunks:
         named = sorted(itertools.chain.from_iterable(self.of))
         if not named or named != list(range(len(named))) or len({len(mine) for mine in self.of}) != 1:
             raise ValueError(
-                "Chunks: ranks must have equally many chunks, and each number from 0 on must be named once, got "
+                "Chunks: all ranks must have equally many chunks, and each number from 0 on must occur once, got "
                 f"{self.of}."
             )
         if any(sorted(mine) != list(mine) for mine in self.of):
@@ -102,5 +102,7 @@ def chunks_for(size: int, chunks: Chunks | None, what: str) -> Chunks:
     if chunks is None:
         return Chunks.early_and_late(size)
     if chunks.size != size:
-        raise ValueError(f"{what}: chunks are those of {chunks.size} ranks, and {size} share a sequence.")
+        raise ValueError(
+            f"{what}: expected chunks for {size} ranks, which share a sequence, got chunks for {chunks.size}."
+        )
     return chunks

@@ -80,7 +80,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: str | None = None, chunks: 
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
-        raise TypeError(f"context: {name} is no model of transformers; call zerofn.parallel.attention in your own.")
+        raise TypeError(f"context: {name} is not a transformers model; call zerofn.parallel.attention in your own.")
     config = config.get_text_config()
     if method is None:
         heads = getattr(config, "num_attention_heads", None)
@@ -132,7 +132,7 @@ def _switch(model: Any, config: Any, method: str, cut: _Cut) -> None:
     """Let the model's attention be ours."""
     model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
-        raise TypeError(f"context: the attention of {type(model).__name__} is code of its own, and cannot be replaced.")
+        raise TypeError(f"context: the attention of {type(model).__name__} is its own code, and cannot be replaced.")
     for part in model.modules():
         part.zerofn_cut = cut  # attention is handed its module
 
@@ -143,13 +143,13 @@ def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, me
     odd = set(getattr(config, "layer_types", None) or ()) - _MASKED
     odd |= {type(x).__name__ for x in model.modules() if isinstance(x, nn.Conv1d | nn.RNNBase)}
     if odd:
-        raise ValueError(f"context: {name} mixes tokens by {', '.join(sorted(odd))}, and only attention can be cut.")
+        raise ValueError(f"context: {name} mixes tokens by {', '.join(sorted(odd))}, but only attention can be split.")
     heads = getattr(config, "num_attention_heads", None)
     if method == "ulysses" and isinstance(heads, int) and heads % (axis.size * slices):
         each = f"{heads // slices} of the {heads}" if slices > 1 else f"the {heads}"
         raise ValueError(
             f"context: {axis.size} ranks of {axis.name!r} cannot share {each} heads of {name}; write method='ring', "
-            "which cuts no heads."
+            "which works for any number of heads."
         )
 
 
@@ -188,7 +188,7 @@ def _mask(
     if method == "ring" and call.axis.size > 1:
         where = f"a window in {dtype} on {device}, only in float32, float64 and bfloat16 on the CPU"
         raise ValueError(
-            "attention over a cut sequence looks at all tokens before one, or at a window of them, and not at "
+            "attention over a split sequence can be causal, or within a window, but not over "
             f"{f'chunks of {local_size}' if window is None else where}; write method='ulysses'"
         )
     place = torch.arange(length, device=device)
@@ -215,17 +215,15 @@ def _attend(
     if found or dropout:
         what = ", ".join(found) or f"dropout={dropout}"
         raise ValueError(
-            f"attention over a cut sequence does not know {what}, which {name} asks for; set it to nothing in the "
-            "model's config."
+            f"attention over a split sequence does not support {what}, which {name} uses; turn it off in the model's "
+            "config."
         )
     call, cut = _masks.get(), module.zerofn_cut
     made = next((x for x in (call.made if call is not None else ()) if x.mask is attention_mask), None)
     if made is None and more.get("sliding_window") is not None:
-        raise ValueError(
-            f"attention over a cut sequence was asked by {name} for a window, and was given no mask of it."
-        )
+        raise ValueError(f"attention over a split sequence: {name} asked for a window, but passed no mask for it.")
     if attention_mask is not None and made is None and not cut.ways.makes_masks:
-        raise ForeignMask(f"attention over a cut sequence knows no mask, and {name} is given one that its model makes.")
+        raise ForeignMask(f"attention over a split sequence takes no mask, but {name} got one from its model.")
     note_attention()
     if is_causal is None:  # a mask that hides nothing is that of an encoder
         is_causal = getattr(module, "is_causal", attention_mask is None)
@@ -239,13 +237,13 @@ def _what(name: str, made: _Made | None, layout: What | None, documents: Spans |
     """Return what a layer's queries look at, as arguments of `attention`. `layout`: that of `sparse.use`."""
     if layout is not None and made is not None:
         raise ValueError(
-            f"attention over a cut sequence has a layout by zerofn.sparse.use, and {name} asks for a window besides; "
-            "build the model without a window, and put it into the layout."
+            f"attention over a split sequence has a layout from zerofn.sparse.use, but {name} also asks for a window; "
+            "build the model without a window, and add the window to the layout."
         )
     if documents is not None and isinstance(layout, Layout | Blocks):
         raise ValueError(
-            f"attention over a cut sequence has documents in its rows, and {name} a {type(layout).__name__} by "
-            "zerofn.sparse.use, which does not know them; give a pattern."
+            f"attention over a split sequence has documents in its rows, but the {type(layout).__name__} that {name} "
+            "has from zerofn.sparse.use cannot include them; pass a pattern to zerofn.sparse.use."
         )
     if made is None:
         both = None if layout is None or documents is None else pattern_of(layout) & documents
@@ -253,7 +251,7 @@ def _what(name: str, made: _Made | None, layout: What | None, documents: Spans |
     if made.window is not None:
         return {"causal": False, "layout": made.window if documents is None else made.window & documents}
     if documents is not None:
-        raise ValueError(f"attention over a cut sequence knows no chunks of documents, for which {name} asks.")
+        raise ValueError(f"attention over a split sequence has no chunks within documents, as {name} needs.")
     return {"mask": made.mask}
 
 
@@ -294,8 +292,8 @@ def _of_parts(
         assert row_digest is not None
         if axis.size > 1 and config._attn_implementation != implementation:
             raise ValueError(
-                f"{name}: its attention is {config._attn_implementation!r} now, which sees a rank's "
-                f"part of the sequences alone; leave it {implementation!r}, as zerofn.parallel.context has set it."
+                f"{name}: its attention was changed to {config._attn_implementation!r}, which sees only a rank's part "
+                f"of the sequences; leave it {implementation!r}, as zerofn.parallel.context has set it."
             )
         positions = inputs.pop("position_ids")
         if axis.size > 1:
@@ -322,8 +320,8 @@ def _of_parts(
             model.loss_function = loss_function
         if asked != [True]:
             raise ValueError(
-                f"{name} computes its loss in a way of its own, which would take a rank's part of a "
-                "sequence for a whole one. Call it without labels, and compute the loss from its logits: "
+                f"{name} has its own loss, which would treat a rank's part of a sequence as a whole sequence. "
+                "Call the model without labels, and compute the loss from its logits: "
                 "size * (sum over the rank's labels) / items_per_row.sum(), with the size of the axis 'context'."
             )
         return out
@@ -334,14 +332,11 @@ def _of_parts(
 def _check_inputs(name: str, inputs: Mapping[str, Any], row_digest: Tensor | None) -> None:
     if row_digest is None or "position_ids" not in inputs:
         raise ValueError(
-            f"{name} computes with parts of sequences: cut the batch by zerofn.parallel.split_sequence(batch, mesh), "
-            "and call the model with all that it returns."
+            f"{name} expects parts of sequences: write `batch = zerofn.parallel.split_sequence(batch, mesh)`, and pass "
+            "every entry of the result to the model."
         )
     if inputs.get("attention_mask") is not None:
-        raise ValueError(
-            f"{name}: attention over a cut sequence looks at all tokens, or all before one, and knows no "
-            "attention_mask; leave it out."
-        )
+        raise ValueError(f"{name}: attention over a split sequence takes no attention_mask; leave it out.")
 
 
 def _run(forward: Callable[..., Any], axis: Axis, spans: Tensor | None, /, *args: Any, **inputs: Any) -> Any:
@@ -370,9 +365,7 @@ def _positions(name: str, ids: Any, positions: Tensor, spans: Tensor | None, dig
     if cut.ways.padding is None:
         return positions
     if spans is not None:
-        raise ValueError(
-            f"{name} counts positions by its padding, and knows no documents in a row; give each a row of its own."
-        )
+        raise ValueError(f"{name} counts positions by its padding, so a row may hold only one document.")
     return _counted_places(ids, positions, cut.ways.padding, cut)
 
 
@@ -390,8 +383,8 @@ def _counted(model: Any, inputs: dict[str, Any], items_per_row: Tensor | None, a
     shifts = getattr(model, "loss_type", None) not in _LABELS_AS_THEY_ARE
     if items_per_row is None or shifts == (inputs.get("shift_labels") is None):
         raise ValueError(
-            f"{type(model).__name__}: its loss takes labels that {'are' if shifts else 'are not'} shifted before "
-            f"sequences are cut: write split_sequence(batch, mesh, shift={shifts}), with the labels in the batch."
+            f"{type(model).__name__}: its loss needs labels that {'are' if shifts else 'are not'} shifted before the "
+            f"split: write split_sequence(batch, mesh, shift={shifts}), with the labels in the batch."
         )
     wide = any(p.dtype == torch.float64 for p in model.parameters())
     total = items_per_row.sum().to(torch.float64 if wide else torch.float32)

@@ -67,15 +67,18 @@ def cross_entropy(
 
 def _check(logits: Tensor, labels: Tensor, size: int, vocab_size: int, axis: Axis, reduction: str) -> None:
     if reduction not in REDUCTIONS:
-        raise ValueError(f"cross_entropy: reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
+        raise ValueError(f"cross_entropy: expected reduction to be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
     if logits.shape[-1] != size:
         raise ValueError(
-            f"cross_entropy: of {vocab_size} entries of the vocabulary rank {axis.rank} of the {axis.size} of axis "
-            f"{axis.name!r} has {size}, and its logits are {list(logits.shape)}; give those of a head that is cut by "
-            "columns and does not gather them ('colwise')."
+            f"cross_entropy: rank {axis.rank} of {axis.size} along {axis.name!r} has {size} of {vocab_size} entries of "
+            f"the vocabulary, but got logits {list(logits.shape)}; pass the output of a head that is 'colwise', which "
+            "does not gather logits."
         )
     if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"cross_entropy: labels are {list(labels.shape)}, and logits {list(logits.shape)}.")
+        raise ValueError(
+            f"cross_entropy: expected labels {list(logits.shape[:-1])} for logits {list(logits.shape)}, got "
+            f"{list(labels.shape)}."
+        )
 
 
 def has_causal_loss(model: Any) -> bool:
@@ -119,8 +122,8 @@ def _with_loss_of_slices(model: Any, forward: Callable[..., Any], asked: list[bo
 
     def refuse() -> None:
         raise ValueError(
-            f"{type(model).__name__} computes its loss in a way of its own, from whole logits, and the plan leaves "
-            "each rank its slice of them: call it without labels, and give its logits to zerofn.parallel.cross_entropy."
+            f"{type(model).__name__} has its own loss, which needs whole logits, but with this plan each rank has a "
+            "slice of them: call the model without labels, and pass its logits to zerofn.parallel.cross_entropy."
         )
 
     @functools.wraps(forward)

@@ -36,8 +36,8 @@ class CutExperts:
         if self.in_parts:
             if len(routing) < 2:
                 raise ValueError(
-                    "experts that are called with tokens alone, sorted by expert, cannot stand in layers that are "
-                    "'sequence_parallel': each rank's tokens are sorted by themselves. Leave these out of the plan."
+                    "these experts expect tokens sorted by expert, but in layers that are 'sequence_parallel' each "
+                    "rank sorts only its own tokens. Leave the experts out of the plan."
                 )
             before, behind = AllGather(self.axis, dim=-2), ReduceScatter(self.axis, dim=-2)
         else:

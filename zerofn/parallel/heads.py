@@ -46,10 +46,10 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Co
         counts = re.search("heads?$", attribute) and isinstance(value, int) and value > 1
         if counts and attribute not in told:
             raise ValueError(
-                f"{name}.{attribute} is {value}, and layers of {name or 'the model'} are cut ({some(layers)}). If they "
-                "are of attention, say how many heads a rank has by "
+                f"{name}.{attribute} is {value}, but the plan slices layers of {name or 'the model'} ({some(layers)}). "
+                "If these are layers of attention, pass the number of heads on a rank: "
                 f"attributes={{{pattern_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}; if not, "
-                "as in an MLP, that heads stay as they are: lambda heads, ranks: heads."
+                "as in an MLP, keep the number: lambda heads, ranks: heads."
             )
 
 
@@ -60,8 +60,8 @@ def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
     both = getattr(part, "has_gate", False) and getattr(part, "is_concatenated", False)
     if both and re.search(r"\bgate_up_proj(_bias)?$", name) and how.dim is not None and how.parts != 2:
         raise ValueError(
-            f"{name} holds two matrices, one behind the other, and the plan cuts it as one: write 'packed_colwise' for "
-            "it, in model.tp_plan | {...}."
+            f"{name} holds two matrices, one after the other, but the plan slices it as one: write 'packed_colwise' "
+            f"for it, in model.tp_plan | {{...}}."
         )
 
 

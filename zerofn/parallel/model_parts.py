@@ -130,7 +130,10 @@ class Parts:
         self.region, self.lanes = region, lanes
         reads = list(dict.fromkeys(name for _, name in reads_of(region)))
         if not reads:
-            raise ValueError("pipe: the loss function computes nothing of both the batch and the parameters.")
+            raise ValueError(
+                "pipe: expected a loss function that depends on the batch and on the parameters; no operation reads "
+                "both."
+            )
         self._part = _part_of(reads, plan)
         self.points = first_uses(region, self._part.__getitem__)
         self.names = [point.name for point in self.points]
@@ -153,8 +156,8 @@ class Parts:
         """Return the leaves with which stages begin that the user has named."""
         if len(stages) != placement.num_stages - 1:
             raise ValueError(
-                f"pipe: stages= has {len(stages)} name(s), and {placement} has {placement.num_stages} stages, each but "
-                f"the first with the name of what it begins with: give {placement.num_stages - 1}."
+                f"pipe: {placement} has {placement.num_stages} stages, so stages= needs {placement.num_stages - 1} "
+                f"name(s): of the part with which each stage but the first begins. Got {len(stages)}."
             )
         order = [name for point in self.points for name in point.leaves]
         found = []
@@ -163,10 +166,10 @@ class Parts:
             if first is None:
                 near = nearest(name, [*self.names, *order], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else f"; parts are {', '.join(self.names)}."
-                raise ValueError(f"pipe: stages= has {name!r}, and nothing that the loss reads is called so{hint}")
+                raise ValueError(f"pipe: stages= has {name!r}, but the loss reads nothing with this name{hint}")
             found.append(first)
         if found != sorted(set(found), key=order.index):
-            raise ValueError(f"pipe: stages={list(stages)!r} are not in the order in which the loss reads them.")
+            raise ValueError(f"pipe: write stages= in the order in which the loss reads them, got {list(stages)!r}.")
         return found
 
     def part(self, leaf: str) -> str:

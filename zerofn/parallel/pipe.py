@@ -175,17 +175,17 @@ def _check_schedule(asked: Asked, num_ranks: int) -> None:
     if isinstance(asked.schedule, Schedule):
         if asked.schedule.ranks != num_ranks:
             raise ValueError(
-                f"pipe: the schedule has actions for {asked.schedule.ranks} ranks, and the mesh has pipe={num_ranks}."
+                f"pipe: the schedule has actions for {asked.schedule.ranks} ranks, but the mesh has pipe={num_ranks}."
             )
         if asked.chunks not in (None, asked.schedule.chunks):
             raise ValueError(
-                f"pipe: the schedule has {asked.schedule.chunks} stages a rank, got chunks={asked.chunks}."
+                f"pipe: the schedule has {asked.schedule.chunks} stages a rank, but got chunks={asked.chunks}."
             )
     elif asked.schedule == AUTO and (asked.chunks is not None or asked.stages is not None):
         what = "chunks" if asked.chunks is not None else "stages"
         raise ValueError(
-            f"pipe: {what}= is about one placement, and schedule='auto' chooses among several; name a schedule, such "
-            "as '1f1b' (a line), 'interleaved' (a loop) or 'zbv' (a V)."
+            f"pipe: {what}= needs one placement of stages, but schedule='auto' chooses among several; name a schedule, "
+            "such as '1f1b' (a line), 'interleaved' (a loop) or 'zbv' (a V)."
         )
 
 

@@ -42,7 +42,7 @@ class Slice:
     def __post_init__(self) -> None:
         check_fields(self, "dim")
         if isinstance(self.parts, bool) or not isinstance(self.parts, int) or self.parts < 1:
-            raise ValueError(f"Slice: parts={self.parts!r} is no number of matrices, 1 or more.")
+            raise ValueError(f"Slice: expected parts to be a number of matrices, 1 or more, got {self.parts!r}.")
         for what, value, known in (
             ("input", self.input, ("equal", "cut", "take")),
             ("output", self.output, ("cut", "sum", "concat", "equal")),
@@ -85,12 +85,12 @@ def of_matrix(where: str, how: Slice, num_dims: int) -> Slice:
     assert how.dim is not None
     dim = how.dim if how.dim < 0 else how.dim - max(num_dims, 2)
     if dim not in (-2, -1):
-        raise ValueError(f"{where}: the weight of a linear layer is [out, in], and has no dim {how.dim} to be cut.")
+        raise ValueError(f"{where}: the weight of a linear layer is [out, in], and has no dim {how.dim} to slice.")
     inputs, outputs = (("equal",), ("cut", "concat")) if dim == -2 else (("cut", "take"), ("sum",))
     if how.input not in inputs or how.output not in outputs:
         raise ValueError(
-            f"{where}: a layer that is cut along {('in' if dim == -1 else 'out')!r} has input={_either(inputs)} and "
-            f"output={_either(outputs)}, not {how.input!r} and {how.output!r}."
+            f"{where}: a layer that is sliced along {('in' if dim == -1 else 'out')!r} needs input={_either(inputs)} "
+            f"and output={_either(outputs)}, got {how.input!r} and {how.output!r}."
         )
     return replace(how, dim=dim)
 
@@ -105,7 +105,7 @@ def slice_of(key: str, value: Any) -> Slice:
         return value
     if not isinstance(value, str):
         raise TypeError(
-            f"plan[{key!r}] is a {type(value).__name__}; give a word of tp_plan, or a zerofn.parallel.Slice."
+            f"plan[{key!r}]: expected a word of tp_plan or a zerofn.parallel.Slice, got a {type(value).__name__}."
         )
     if value not in WORDS:
         near = nearest(value, WORDS)

@@ -36,24 +36,23 @@ def check_module(name: str, part: nn.Module, how: Slice) -> None:
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(_whole_attention(name))
     if weight is None:
-        raise ValueError(f"{name}: {kind} has no weight to be cut; name its parameter in the plan.")
+        raise ValueError(f"{name}: {kind} has no weight to slice; name its parameter in the plan.")
     if how.kind == "linear" and isinstance(part, nn.Embedding):
         raise ValueError(
-            f"{name}: {kind} is an embedding, and the word is for a linear layer; write 'embedding_rowwise', which "
-            "cuts it by vocabulary, or 'embedding_colwise', by features."
+            f"{name}: {kind} is an embedding, but the word is for a linear layer; write 'embedding_rowwise', which "
+            "slices it by vocabulary, or 'embedding_colwise', which slices it by features."
         )
     if how.kind == "embedding" and isinstance(part, nn.Linear):
         raise ValueError(
-            f"{name}: {kind} is a linear layer, and the word is for an embedding; write 'colwise' or 'rowwise', or "
-            "'colwise_gather_output' for a head whose logits all ranks are to have."
+            f"{name}: {kind} is a linear layer, but the word is for an embedding; write 'colwise' or 'rowwise', or "
+            "'colwise_gather_output' for a head if all ranks need all logits."
         )
     if weight.dim() != 2:
         raise ValueError(
-            f"{name}: expected a matrix [out, in] to be cut, got the weight {list(weight.shape)} of {kind}, which "
-            "computes in another way than a linear layer. Leave it out of the plan; if it stands between a layer that "
-            "is cut by columns and one that is cut by rows, write 'colwise_gather_output' for the first and "
-            "'rowwise_split_input' for the second, so that it gets all features; or 'replicated_with_grad_allreduce' "
-            "for it, if it treats heads or single features alike."
+            f"{name}: expected a linear layer with a weight [out, in], got the weight {list(weight.shape)} of {kind}. "
+            "Leave it out of the plan. If it stands between a 'colwise' and a 'rowwise' layer, and needs all features, "
+            "write 'colwise_gather_output' for the first of these and 'rowwise_split_input' for the second. If it "
+            "treats all heads or features alike, write 'replicated_with_grad_allreduce' for it."
         )
 
 
@@ -152,8 +151,8 @@ class Explained:
         own = [x for x in self._cut if x.rpartition(".")[0] == name and name not in self._words]
         if own:
             return (
-                f"{what} The plan cuts its {', '.join(x.rpartition('.')[2] for x in own)}, with which its own code "
-                "computes: that has to work with a rank's slice. Leave them out of the plan otherwise."
+                f"{what} The plan slices its {', '.join(x.rpartition('.')[2] for x in own)}, but its code does not "
+                "work with a slice. Change the code, or leave them out of the plan."
             )
         left = self._trail.inside(name, self._words)
         return _of_whole(name, part, what, left) if left else None
@@ -162,40 +161,40 @@ class Explained:
         left = " and ".join(self._trail.left.values())
         if how.input == "cut" and not left:
             return (
-                f"{what} The plan cuts it by rows, so that it takes a rank's part of the features, and gets all of "
-                f"them: no layer before it leaves parts. Write 'colwise' for the linear layer before it, or "
+                f"{what} By the plan it is 'rowwise' and needs a slice of the features, but it got all of them, as no "
+                "layer before it is 'colwise'. Write 'colwise' for the linear layer before it, or "
                 f"'rowwise_split_input' for {name!r}."
             )
         if how.input == "cut":
-            return f"{what} The plan cuts it by rows, so that it takes a rank's part of the features; {left}."
+            return f"{what} By the plan it is 'rowwise' and needs a slice of the features; {left}."
         if left:
             return (
-                f"{what} It takes what all ranks have, and gets parts: {left}. Write 'rowwise' for {name!r}, which "
-                f"takes parts and leaves a sum; or 'colwise_gather_output' for {_last(self._trail.left)}."
+                f"{what} It needs all features, but got a slice: {left}. Write 'rowwise' for {name!r}, which takes "
+                f"slices and returns their sum; or 'colwise_gather_output' for {_last(self._trail.left)}."
             )
         return None
 
 
 def _of_whole(name: str, part: nn.Module, what: str, left: dict[str, str]) -> str:
     last = _last(left)
-    what = f"{what} It gets a rank's part of the features: {' and '.join(left.values())}. If it needs all of them,"
+    what = f"{what} It got a slice of the features: {' and '.join(left.values())}. If it needs all of them,"
     if isinstance(part, nn.Linear) or is_transposed(part):
         return (
-            f"{what} write 'rowwise' for {name!r}, which takes parts and leaves a sum; or 'colwise_gather_output' for "
-            f"{last}."
+            f"{what} write 'rowwise' for {name!r}, which takes slices and returns their sum; or "
+            f"'colwise_gather_output' for {last}."
         )
     if next(part.children(), None) is None:
         return (
-            f"{what} write 'colwise_gather_output' for {last}; a linear layer behind it that is cut by rows is then "
-            "'rowwise_split_input'."
+            f"{what} write 'colwise_gather_output' for {last}; if a 'rowwise' layer follows, write "
+            "'rowwise_split_input' for that layer."
         )
     heads = [x for x, n in vars(part).items() if type(n) is int and n > 1 and x.endswith(("head", "heads"))]
     change = f"{{{pattern_of(name)!r}: {{{heads[0]!r}: lambda n, ranks: n // ranks}}}}" if heads else ""
-    numbers = f" If it counts on {heads[0]}, say how many a rank has, by attributes={change}." if heads else ""
+    numbers = f" If it reads {heads[0]}, pass the number of a rank: attributes={change}." if heads else ""
     return (
-        f"{what} write 'colwise_gather_output' for {last}, or 'rowwise' for the linear layer that is to follow; or "
-        f"leave the layers of {name or 'the model'} out of the plan.{numbers} If a weight holds several matrices, cut "
-        "each of them, by Slice(-2, parts=3, output='cut')."
+        f"{what} write 'colwise_gather_output' for {last}, or 'rowwise' for the linear layer that follows; or leave "
+        f"the layers of {name or 'the model'} out of the plan.{numbers} If a weight holds several matrices, slice each "
+        "of them: Slice(-2, parts=3, output='cut')."
     )
 
 

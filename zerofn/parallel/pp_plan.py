@@ -43,8 +43,8 @@ def pp_plan_of(model: nn.Module) -> PpPlan | None:
                 near = nearest(str(name), [x for x in there if x], 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
-                    f"pipe: the pp_plan of {type(owner).__name__} names {name!r}, and it has no such module{hint} "
-                    "Correct model.pp_plan, a dict with the names of the modules that stages are made of."
+                    f"pipe: the pp_plan of {type(owner).__name__} names {name!r}, but the model has no such "
+                    f"module{hint} Correct model.pp_plan, a dict whose keys are the names of the modules in stages."
                 )
             (lists if isinstance(there[name], nn.ModuleList) else modules).append(f"{path}{name}.")
     return PpPlan(tuple(lists), tuple(modules)) if lists or modules else None

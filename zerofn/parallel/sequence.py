@@ -47,7 +47,7 @@ def split_sequence(
     ['input_ids', 'position_ids', 'row_digest']
     """
     if "input_ids" not in batch:
-        raise ValueError(f"split_sequence: the batch has no 'input_ids', only {', '.join(map(repr, batch))}.")
+        raise ValueError(f"split_sequence: expected 'input_ids' in the batch, got only {', '.join(map(repr, batch))}.")
     ids = batch["input_ids"]
     along = mesh.tokens
     size, dealt = ids.shape[-1], chunks_for(along.size, chunks, "split_sequence")
@@ -59,7 +59,9 @@ def split_sequence(
         parts["position_ids"] = batch["position_ids"]
     for name, x in parts.items():
         if x.shape != ids.shape:
-            raise ValueError(f"split_sequence: {name!r} is {list(x.shape)}, and 'input_ids' {list(ids.shape)}.")
+            raise ValueError(
+                f"split_sequence: expected {name!r} {list(ids.shape)} like 'input_ids', got {list(x.shape)}."
+            )
     digests = [_digest(x, number) for number, (_, x) in enumerate(sorted(parts.items()))]
     more = {"row_digest": torch.stack(digests).sum(0)}
     if spans is None:
@@ -79,7 +81,7 @@ def _check_length(size: int, along: Axis, pieces: int) -> None:
         longer, ranks = size + -size % pieces, f"{along.size} ranks of {along.name!r}" if along.size > 1 else "1 rank"
         raise ValueError(
             f"split_sequence: {ranks} cannot share sequences of {size} tokens: pad them to {longer},"
-            f" with labels {IGNORED}, or cut them."
+            f" with the label {IGNORED} for padding, or shorten them."
         )
 
 
@@ -102,8 +104,9 @@ def _refuse_padding(batch: Mapping[str, Tensor], ids: Tensor) -> None:
     mask = batch.get("attention_mask")
     if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
         raise ValueError(
-            "split_sequence: attention_mask leaves tokens out, and attention over a cut sequence looks at all of them. "
-            f"Under a causal mask padding at the end needs no mask: leave it out, and give padding the label {IGNORED}."
+            "split_sequence: attention_mask masks tokens, but attention over a split sequence cannot mask them. "
+            "Padding at the end of a causal row needs no mask: leave attention_mask out, and give padding the label "
+            f"{IGNORED}."
         )
 
 
@@ -117,7 +120,8 @@ def _spans(positions: Tensor | None, ids: Tensor) -> Tensor | None:
     steps, begins = positions.diff(dim=-1), positions[..., 1:] == 0
     if positions.shape != ids.shape or bool((positions[..., 0] != 0).any() or ((steps != 1) & ~begins).any()):
         raise ValueError(
-            f"split_sequence: position_ids must be {list(ids.shape)} as 'input_ids', begin with 0 and go on by 1 or, "
-            f"where another document begins, anew with 0; got {list(positions.shape)}: {positions.tolist()}."
+            f"split_sequence: expected position_ids {list(ids.shape)} like 'input_ids', which begin with 0 and "
+            f"increase by 1, or start again with 0 where a document begins; got {list(positions.shape)}: "
+            f"{positions.tolist()}."
         )
     return spans_of((places - positions).contiguous())

@@ -68,9 +68,7 @@ def tensor(
     if plan is None:
         plan = own
         if not plan:
-            raise ValueError(
-                f"{type(model).__name__} has no tp_plan of its own; give plan={{'layers.*.up': 'colwise', ...}}."
-            )
+            raise ValueError(f"{type(model).__name__} has no tp_plan; pass plan={{'layers.*.up': 'colwise', ...}}.")
     if axis.size == 1:
         return {}
     once("tensor", model)
@@ -82,7 +80,7 @@ def tensor(
             raise ValueError(f"plan[{key!r}] matches no module and no parameter{made.near(key)}")
     made.close()
     if not made.cuts:
-        raise ValueError(f"the plan of {type(model).__name__} cuts none of its parameters.")
+        raise ValueError(f"the plan of {type(model).__name__} slices none of its parameters.")
     for name, layers in made.owners.items():
         check_numbers(name, model.get_submodule(name), attributes or {}, layers)
     change_numbers(model, attributes or {}, axis.size)
@@ -170,8 +168,8 @@ class _Maker:
         part, cut = self._modules[path], self.cuts[name]
         if not isinstance(part, nn.Embedding) or cut.dim != 0 or path in self._taken:
             raise ValueError(
-                f"{path} and {other} have the same parameter, {name!r}, and the plan cuts dim {cut.dim} of it for "
-                f"{other} alone; give {path!r} an entry that cuts it, too."
+                f"{path} and {other} share the parameter {name!r}, but the plan slices its dim {cut.dim} only for "
+                f"{other}; add an entry for {path!r} that slices it, too."
             )
         lookup: Any = part
         lookup.forward = _rows_of_vocabulary(part, part.forward, cut, self._axis)
@@ -201,7 +199,8 @@ class _Maker:
             raise ValueError(f"{where}: {self._axis.size} ranks of {TENSOR!r} cannot share it: {error}.") from None
         if self.cuts.setdefault(name, cut) != cut:
             raise ValueError(
-                f"{where}: the plan cuts dim {dim} of {name!r}, and dim {self.cuts[name].dim} for another module."
+                f"{where}: the plan slices dim {dim} of {name!r} here, but dim {self.cuts[name].dim} for another "
+                "module."
             )
         return cut
 
@@ -263,14 +262,12 @@ class _Maker:
         elif how.kind == "experts":
             if "forward" in vars(part):
                 raise ValueError(
-                    f"{name}: something has replaced its forward, as zerofn.moe.experts does; call "
+                    f"{name}: its forward was replaced before, for example by zerofn.moe.experts; call "
                     "zerofn.parallel.tensor first."
                 )
             part.forward = CutExperts(forward, axis, self.cuts, in_parts=region is not None)
         elif region is not None and (how.kind, how.output) != ("plain", "equal"):
-            raise ValueError(
-                f"{name}: this word of the plan is not known inside of layers that are 'sequence_parallel'."
-            )
+            raise ValueError(f"{name}: this word cannot be used inside layers that are 'sequence_parallel'.")
         elif how.kind == "embedding" and how.dim == 0 and cut is not None:
             part.forward = _rows_of_vocabulary(part, forward, cut, axis)
         elif how.kind == "embedding" and how.output == "concat":
@@ -309,7 +306,9 @@ class _Maker:
         """
         size = getattr(self._modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
         if not isinstance(size, int):
-            raise ValueError(f"{name}: the word mla_kv_a_proj is for a layer of attention with qk_rope_head_dim.")
+            raise ValueError(
+                f"{name}: the word mla_kv_a_proj needs a layer of an attention module with qk_rope_head_dim."
+            )
         varied = VaryLast(self._axis, size, name)
         return lambda y: Linear.apply(varied, y)[0]
 

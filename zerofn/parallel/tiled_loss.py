@@ -32,9 +32,9 @@ def tiled_loss(model: nn.Module, tiles: int = 8) -> None:
     name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None or not has_causal_loss(model):
-        raise TypeError(f"tiled_loss: {name} is no decoder of transformers with a head and its loss.")
+        raise TypeError(f"tiled_loss: expected a transformers decoder with a head and a loss, got {name}.")
     if tiles < 1:
-        raise ValueError(f"tiled_loss: expected one tile or more, got {tiles}.")
+        raise ValueError(f"tiled_loss: expected tiles to be 1 or more, got {tiles}.")
     _give(model, head, tiles)
 
 
@@ -98,7 +98,7 @@ class _Hidden:
         seen, self.seen = self.seen or [], None
         if len(seen) != 1 or seen[0] is not logits:
             raise ValueError(
-                f"tiled_loss: {name} does more with logits than its loss (a scale, a cap); compute a loss of tiles in "
-                "your own function, by zerofn.remat."
+                f"tiled_loss: {name} uses logits for more than its loss (a scale, a cap); write the loss function "
+                "yourself, with zerofn.remat around the loss of each tile."
             )
         return logits
