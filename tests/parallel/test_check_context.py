@@ -93,4 +93,4 @@ def test_what_cannot_be_compared_is_told(caplog):
     model.cls.predictions.decoder = nn.Sequential(model.cls.predictions.decoder)
     with caplog.at_level(logging.WARNING, logger="zerofn"):
         context(model, MESH)
-    assert "BertForMaskedLM was not compared with the model on whole rows" in caplog.text
+    assert "BertForMaskedLM was not tested on parts of rows" in caplog.text

@@ -391,11 +391,11 @@ def test_shard_names_the_mesh_that_is_recommended(ranks):
     ({"mesh": {"dta": 2}}, "no axis 'dta'.*did you mean 'data'"),
     ({"mesh": {"data": 2, "tensor": 2}}, "no leaf is cut over it"),
     ({"mesh": "all"}, "mesh='all'.*or 'auto'"),
-    ({"mesh": Mesh.planned({"data": 4}), "world": 8}, "of 4 ranks, and there are 8"),
+    ({"mesh": Mesh.planned({"data": 4}), "world": 8}, "has 4 ranks, but world is 8"),
     ({"machine": "2 x H100-8", "world": 17}, "2 x H100-8 has 16 devices"),
     ({"machine": "0 x H100-8"}, "has no node"),
     ({"machine": "2 x H100-9"}, "did you mean 'H100-8'"),
-    ({"mesh": "auto", "cuts": {}}, "every mesh has cuts of its own"),
+    ({"mesh": "auto", "cuts": {}}, "every mesh needs different cuts"),
 ])  # fmt: skip
 def test_bad_input(options, said):
     with pytest.raises((TypeError, ValueError), match=said):
@@ -576,7 +576,7 @@ def test_a_batch_that_is_not_cut_is_told():
 
     memory = min(row.needs.device for row in parts_auto(make)) - 1
     found = parts_auto(make, memory=memory)
-    assert any(x.startswith("context 2: a rank's rows are no parts of sequences") for x in found.left_out)
+    assert any(x.startswith("context 2: the batch was not split along the sequence") for x in found.left_out)
 
 
 @pytest.mark.whole
@@ -589,7 +589,7 @@ def test_rows_of_one_batch_for_all_ranks_may_be_cut():
         return train_step, None, longer
 
     found = parts_auto(make, memory=min(row.needs.device for row in parts_auto(make)) - 1)
-    assert not any("no parts of sequences" in x for x in found.left_out)
+    assert not any("not split along the sequence" in x for x in found.left_out)
     assert any("context" in row.config.sizes for row in found)
 
 

@@ -350,9 +350,9 @@ def test_a_profile_of_another_machine_is_refused():
     for other in ("H100-8", HERE):
         with pytest.raises(ValueError, match="this machine is .* Write one here with `zerofn profile FILE`"):
             plan.timeline(other)
-    with pytest.raises(ValueError, match="known once this machine was measured"):
+    with pytest.raises(ValueError, match="needs measurements of this machine"):
         plan.timeline()
-    with pytest.raises(ValueError, match="planned for here"):
+    with pytest.raises(ValueError, match="this step was planned for here"):
         planned(stage=3, world=1).plan.timeline("H100-8")
 
 

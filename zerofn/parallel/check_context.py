@@ -115,8 +115,8 @@ class _Check:
         else:
             return self._first_that_holds()
         log.warning(
-            "context: %s was not compared with the model on whole rows, since no small one could be made (%s). Compare "
-            "its loss on a mesh with that of one process.",
+            "context: %s was not tested on parts of rows, since no small model could be made (%s). Compare the loss on "
+            "a mesh with the loss on one process.",
             self._name,
             why,
         )

@@ -113,7 +113,7 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
     Raises `ValueError` for an argument that is not known.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or several.")
+        raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or a list of them.")
     axes = wide_axes(mesh)
     stages = (STAGES if mesh.shards.size > 1 else (3,)) if asked.stage == ALL else listed(asked.stage)
     for stage in stages:
@@ -126,7 +126,7 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
     remats = (None,) if asked.remat == ALL else listed(asked.remat)
     for how in remats:
         if how not in REMATS:
-            raise ValueError(f"plan(remat={how!r}) is not known; there are 'full', 'auto', 'budget' and None.")
+            raise ValueError(f"plan(remat={how!r}) is not known; write 'full', 'auto', 'budget' or None.")
     for precision, wire, stage in itertools.product(precisions, map(hashable, listed(asked.wire)), stages):
         tiers = _tiers(stage, machine) if asked.offload == ALL else listed(asked.offload)
         for offload, how in itertools.product(tiers, remats):

@@ -89,7 +89,7 @@ class RoundsPlanner(KindsPlanner):
         self._replicas = self._diloco.replicas(mesh)
         if self._replicas.axis.size == 1:
             raise ValueError(
-                f"plan: {self._diloco!r} is for several replicas, and the mesh has one along "
+                f"plan: {self._diloco!r} needs several replicas, but the mesh has one along "
                 f"{self._diloco.axis!r}; plan a mesh such as {self._diloco.axis}=2,data=8."
             )
         self._known: dict[Config, tuple[Needs, int]] = {}

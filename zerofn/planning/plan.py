@@ -134,13 +134,15 @@ class Plan:
         Raises `ValueError` for a machine that is neither the planned one nor this one.
         """
         if self.machine is not None and machine is not None:
-            raise ValueError(f"planned for {self.machine.name}; for another write zerofn.plan(..., machine=...).")
+            raise ValueError(
+                f"this step was planned for {self.machine.name}; for another machine write zerofn.plan(..., "
+                "machine=...)."
+            )
         where = self.machine or (machine_of(machine) if machine is not None else None)
         if where is None:
             raise ValueError(
-                "how long a step takes here is known once this machine was measured: run "
-                "`zerofn profile FILE`, and write plan.timeline(FILE); zerofn.this_machine() measures it "
-                "now."
+                "a timeline needs measurements of this machine: run `zerofn profile FILE`, and write "
+                "plan.timeline(FILE); or measure now, with plan.timeline(zerofn.this_machine())."
             )
         if self.machine is None:
             where.check_here()

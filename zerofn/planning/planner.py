@@ -77,7 +77,7 @@ def plan(
     asked = Asked(stage, offload, precision, remat, rows, wire)
     if isinstance(mesh, str):
         if mesh != AUTO:
-            raise ValueError(f"plan(mesh={mesh!r}) is not known; give sizes, {{'data': 4, 'tensor': 2}}, or 'auto'.")
+            raise ValueError(f"plan(mesh={mesh!r}) is not known; write sizes, {{'data': 4, 'tensor': 2}}, or 'auto'.")
         _check_for_all_meshes(cuts, hpz)
         return plan_meshes(
             lambda grid: _step_on(train_step, grid, init_state, batch, unit), ranks, machine, where, asked
@@ -89,9 +89,9 @@ def plan(
 def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
     """Raise `ValueError` for what is not an argument for all meshes."""
     if cuts is not None:
-        raise ValueError("plan(mesh='auto', cuts=...): every mesh has cuts of its own; let train_step return them.")
+        raise ValueError("plan(mesh='auto', cuts=...): every mesh needs different cuts; return them from train_step.")
     if hpz:
-        raise ValueError("plan(mesh='auto', hpz=True): it is tried on meshes with replicas; leave it out.")
+        raise ValueError("plan(mesh='auto', hpz=True): leave hpz out; 'auto' tries it on meshes with replicas.")
 
 
 def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
@@ -126,7 +126,7 @@ def cluster(
         raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
     there = where.nodes * where.ranks
     if world is not None and there and world > there:
-        raise ValueError(f"plan(world={world}): {where.name} has {there} devices; leave world out for all of them.")
+        raise ValueError(f"plan(world={world}): {where.name} has {there} devices; leave world out to use all of them.")
     return where, world or there or NUM_RANKS
 
 
@@ -140,7 +140,7 @@ def grid_of(ranks: int, mesh: Mesh | Mapping[str, int] | None, given: bool) -> M
     if not isinstance(mesh, Mesh):
         return Mesh.planned(mesh, ranks if given or -1 in mesh.values() else None)
     if given and ranks != mesh.num_ranks:
-        raise ValueError(f"plan: mesh is {mesh}, of {mesh.num_ranks} ranks, and there are {ranks}; leave world out.")
+        raise ValueError(f"plan: the mesh {mesh} has {mesh.num_ranks} ranks, but world is {ranks}; leave world out.")
     return mesh
 
 
@@ -149,8 +149,9 @@ def _step_on(make: Callable[..., Any], mesh: Mesh, init_state: Any, batch: Any, 
     found = make(mesh)
     if not isinstance(found, tuple) or len(found) not in (2, 3) or not callable(found[0]):
         raise TypeError(
-            "plan(mesh='auto'): train_step is a function of a mesh that returns (train step, cuts), for example "
-            "lambda mesh: (train_step, None); or (train step, cuts, batch), with a rank's part of the sequences."
+            "plan(mesh='auto'): expected train_step to be a function of a mesh that returns (train step, cuts), for "
+            "example lambda mesh: (train_step, None); or (train step, cuts, batch), with a rank's part of the "
+            "sequences."
         )
     return Step(found[0], init_state, found[2] if len(found) == 3 else batch, found[1], unit)
 

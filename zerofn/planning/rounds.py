@@ -209,8 +209,8 @@ class RoundPlan:
         """
         if machine is None and (seconds is None or rate is None):
             raise ValueError(
-                "least_every: give a machine, or both seconds=, of an inner step, and rate=, bytes/s that a rank sends "
-                "to other replicas."
+                "least_every: pass a machine, or both seconds= (of an inner step) and rate= (bytes/s that a rank sends "
+                "to other replicas)."
             )
         if machine is not None:
             where = machine_of(machine)

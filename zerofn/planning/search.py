@@ -146,8 +146,8 @@ class Search:
     def _rows(self, step: Step, mesh: Mesh, asked: Asked) -> list[Row]:
         if isinstance(step.train_step, Diloco):
             raise ValueError(
-                "plan(mesh='auto') is for ranks that train together; plan a step of zerofn.diloco on its mesh, such "
-                "as {'replicate': 2, 'data': 8}, or its inner step on all meshes of one replica."
+                "plan(mesh='auto') does not support zerofn.diloco; plan its step on one mesh, such as "
+                "{'replicate': 2, 'data': 8}, or plan its inner step with mesh='auto', on the ranks of one replica."
             )
         planner = planner_of(step, mesh, self._machine, self._written, self._initials)
         self._check(step, mesh, planner.num_tokens / planner.num_rows)
@@ -178,8 +178,8 @@ class Search:
         assert step.layers is not None
         if mesh.stages.size > 1:
             raise ValueError(
-                f"{step.layers.number} layers are not estimated by fewer of them in stages; "
-                f"--mesh {','.join(f'{x.name}={x.size}' for x in mesh.axes if x.size > 1)} plans all."
+                f"stages of {step.layers.number} layers cannot be estimated from fewer layers; for a full plan write "
+                f"--mesh {','.join(f'{x.name}={x.size}' for x in mesh.axes if x.size > 1)}."
             )
         self._depths[(*depths_of(step.layers), step.layers.number)] = None
         estimator = Estimator(step, mesh, self._machine, self._written, self._initials)
@@ -191,12 +191,13 @@ class Search:
         along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
         for axis in mesh.slices:
             if axis.name not in along and not axis.kind.stages:  # the planner makes those
-                raise ValueError(f"no leaf is cut over it; a model is, by cuts={_cut_by(axis.kind)}.")
+                raise ValueError(f"no leaf is cut over it; write cuts={_cut_by(axis.kind)}.")
         parts = mesh.tokens.size
         if parts == 1:
             self._length = length
         elif length * parts != self._length:
             raise ValueError(
-                "a rank's rows are no parts of sequences; they are by zerofn.parallel.split_sequence(batch, mesh), "
-                "and from Python train_step returns (train step, cuts, batch)."
+                "the batch was not split along the sequence. In the script, write `batch = "
+                "zerofn.parallel.split_sequence(batch, mesh)`. If you plan from Python, return it as the third value: "
+                "`return train_step, cuts, batch`."
             )

@@ -58,8 +58,8 @@ def stages_of_step(
     loops = captured_loops(train_step, state, batch, mesh, given, precision=precision)
     if len(loops) != 1:
         raise ValueError(
-            f"pipe: the step computes gradients {len(loops)} times; give cuts=zerofn.parallel.pipe(model, mesh, "
-            "loss_fn, batch)."
+            f"pipe: expected a step that computes gradients once, got {len(loops)} times; pass "
+            "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch)."
         )
     asked = Asked(AUTO, None, None, loops[0].call.rounds)
     return into_stages(loops[0], mesh, machine, asked, given, shapes_of(state.params))

@@ -59,8 +59,8 @@ class Table:
             near = self.nearest
             raise MemoryError(
                 f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
-                f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Give it "
-                "more ranks, a machine with more, fewer rows, or optim.adamw(..., moments='8bit')."
+                f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Use more ranks, a "
+                "machine with more memory, fewer rows, or optim.adamw(..., moments='8bit')."
             )
         return found
 
@@ -83,7 +83,7 @@ class Table:
         """The plan of the best row, or of the nearest one if none fits."""
         plan = (self._best or self.nearest).plan
         if plan is None:
-            raise MemoryError(f"{self.name}: the state alone does not fit in any row; see the table.")
+            raise MemoryError(f"{self.name}: no plan has room even for the state alone; print the table for details.")
         return plan
 
     def options(self) -> dict[str, Any]:
