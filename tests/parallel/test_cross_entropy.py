@@ -84,4 +84,4 @@ def test_a_model_with_a_loss_of_its_own_is_refused_when_it_gets_labels(ranks):
         vocab_size=12, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
     for said in ranks(2, loss_of, "BertForMaskedLM", config, {"cls.predictions.decoder": "colwise"}):
-        assert "call it without labels, and give its logits to zerofn.parallel.cross_entropy" in said
+        assert "call the model without labels, and pass its logits to zerofn.parallel.cross_entropy" in said
