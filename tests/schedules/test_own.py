@@ -81,7 +81,7 @@ def test_pipe_balances_for_the_stages_of_a_schedule():
     own, named = cuts_of("llama", 2, schedule=make("zbv", 2, 4).to_csv()), cuts_of("llama", 2, schedule="zbv")
     assert own.stages == named.stages and "a v of 2 ranks with 2 stages each, schedule 'own' (" in repr(own)
     assert own.pipeline.of(4).orders == named.pipeline.of(4).orders
-    with pytest.raises(ValueError, match="pipe: the schedule has actions for 3 ranks, and the mesh has pipe=2"):
+    with pytest.raises(ValueError, match="pipe: the schedule has actions for 3 ranks, but the mesh has pipe=2"):
         cuts_of("llama", 2, schedule=make("1f1b", 3, 4))
-    with pytest.raises(ValueError, match="pipe: the schedule has 2 stages a rank, got chunks=3"):
+    with pytest.raises(ValueError, match="pipe: the schedule has 2 stages a rank, but got chunks=3"):
         cuts_of("llama", 2, schedule=make("zbv", 2, 4), chunks=3)

@@ -233,7 +233,7 @@ def counted(wire, dtype):
     text = plan.text()
     least = plan.least_every(seconds=0.1, rate=1e4), plan.least_every("H100-8", seconds=1e-9)
     assert plan.least_every("H100-8", rate=1e3) > 1
-    with pytest.raises(ValueError, match="give a machine, or both seconds="):
+    with pytest.raises(ValueError, match="pass a machine, or both seconds="):
         plan.least_every(rate=1e3)
     return plan.between, plan.sent_along["replicate"], sent[group] - before, least, text, own[0]
 
