@@ -9,6 +9,7 @@ somebody else's code, and is only shown. Notebooks run on the ranks that their o
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -18,6 +19,9 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tests.support import architecture
+from tests.support.library import FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE, OUT = ROOT / "docs", ROOT / "build/docs"
@@ -87,6 +91,7 @@ def generate() -> None:
     page.write_text(page.read_text().replace(f"<!-- README: {costs} -->", table))
     design = (ROOT / "design.md").read_text()
     (OUT / "design.md").write_text(re.sub(_LINK, r"\1", design).replace("```python", "```py"))
+    (OUT / "rooms.md").write_text(rooms())
     parts = [
         "# Recipes\n\nEach is one file that runs under `python` and under `torchrun`. The data are in `digits.py`.\n"
     ]
@@ -95,6 +100,16 @@ def generate() -> None:
         parts.append(f"## `{path.name}`\n\n{first}\n\n```py\n{path.read_text().rstrip()}\n```\n")
     (OUT / "recipes.md").write_text("\n".join(parts))
     (OUT / "reference.md").write_text(reference())
+
+
+def rooms() -> str:
+    """Return the page of the library's rooms, each with the docstring of its folder."""
+    parts = ["# The rooms\n\nThe folders of `zerofn/`, those that import most first. Each is its `__init__` docstring.\n"]
+    for name in architecture.rooms():
+        path = FILES[f"zerofn.{name.replace('/', '.')}"] if name != "__init__" else None
+        if path is not None and path.name == "__init__.py":
+            parts.append(f"## `{name}`\n\n{ast.get_docstring(ast.parse(path.read_text()))}\n")
+    return "\n".join(parts)
 
 
 def reference() -> str:

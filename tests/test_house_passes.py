@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import re
 
 import pytest
 
@@ -44,3 +45,11 @@ def listed_passes():
     """The functions of all passes that some step runs."""
     standard = importlib.import_module("zerofn.passes").standard
     return [each.fn for donating in (True, False) for each in standard(donating)]
+
+
+def test_the_room_lists_the_passes_in_their_order():
+    module = importlib.import_module("zerofn.passes")
+    listed = re.findall(r"^    (\w+) {2,}\S", module.__doc__, re.M)
+    names = [[each.name for each in module.standard(donating)] for donating in (True, False)]
+    assert [[x for x in listed if x in each] for each in names] == names
+    assert set(listed) == {x for each in names for x in each}

@@ -1,20 +1,31 @@
-"""Collectives as pure functions over a named axis of ranks.
+"""Collectives as pure functions over a named axis of ranks, each of them differentiable to every order.
 
-Each is a linear map with a transpose, and `Linear` makes any such map differentiable under
-`torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under capture: the derivative
-of a linear map is the map itself forwards and its transpose backwards.
+All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is
+written to an argument.
 
-Here transposes are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
-transposes under another inner product; see `sharding`.
+`axis` is the name of an axis, or an `Axis` (`mesh.axis(name)`). Without one, the ranks that have different parts of
+the batch take part: those along `replicate`, `data`, `expert` and `context` together. Ranks along `tensor` have the
+same part of the batch. In a step and in a loss function, names are those of the state's mesh. Elsewhere they are
+those of the mesh that the process has made, or all ranks along `data` if it has made none. A process that has made
+several meshes must pass an `Axis` if they differ in the ranks that are meant.
 
-All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is written
-to an argument.
+Words:
 
-`axis` is the name of an axis, or an `Axis` (`mesh.axis(name)`). Without one, the ranks that take part are those
-that have other parts of the batch: those along `replicate`, `data`, `expert` and `context` together. Ranks along
-`tensor` have the same parts; what they compute is equal, or a slice. Names are those of the state's mesh in a step and
-in a loss function. Elsewhere they are those of the mesh that the process has made (all ranks along `data`, if it has
-made none); a process with several meshes, in which other ranks are meant, has to give an `Axis`.
+- *linear map*: an object with a `transpose`, which is again a linear map (`maps.py`). `Linear.apply(map, *xs)` makes
+  it differentiable under `torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under
+  capture: forward mode applies the map, and the backward pass its transpose.
+- `vary` and `psum`, JAX's `pvary` and `psum`: transposes of each other. `vary` sends nothing forward and sums
+  gradients; `psum` sums forward and sends nothing backward. Layers that are cut along `tensor` begin with the one and
+  end with the other.
+
+Transposes here are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
+transposes under another inner product; see `zerofn.sharding`.
+
+Pipelines: `stages.py` has `zerofn::on_stage`, which sends a leaf from its stage to all ranks along `pipe` before its
+use, and `zerofn::to_stage`, which leaves its gradient where the leaf is. So a step is right on such a mesh as it is
+written, eagerly and compiled, and a pipeline can be compared with it.
+
+Start reading: `maps.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Mixture-of-experts layers with static shapes: for models of your own, pure functions of tensors and trees; and
-unmodified models of transformers, whose experts ranks share.
+"""Mixture-of-experts layers with static shapes: functions for models of your own, and experts of transformers' models.
 
     def expert(p, rows):  # the parameters of one expert, and its rows
         return torch.relu(rows @ p["up"]) @ p["down"]
@@ -8,6 +7,22 @@ unmodified models of transformers, whose experts ranks share.
     loss = loss + 0.01 * aux.balance
 
 `layer` is made of the other functions, each of which can be used by itself. `experts` is for models of transformers.
+
+Words:
+
+- *routing*: which experts get a token, with which weights (`routing.py`).
+- *dispatch*, *combine*: send tokens to the ranks of their experts, and the outputs back (`exchange.py`).
+- *capacity*: with 1.25, an expert accepts 1.25 times its fair share of a rank's tokens; further choices are dropped.
+
+Along `expert` a rank has rows of its own and experts of its own. With a capacity, dispatch and combine are one
+all-to-all each, of a fixed size; unused rows are zeros. Without one, routing must be ready for every token to choose
+the same expert. So for unmodified models (`experts.py`) each rank all-gathers the tokens of all ranks, computes what
+its experts add to them, and reduce-scatters the results. The buffers have tokens x ranks rows; an all-to-all with
+padding would need tokens x experts.
+
+Invariant: shapes do not depend on where tokens go, so the host never waits for a number.
+
+Start reading: `layer.py`, then `exchange.py`.
 """
 
 from .cuts import cuts

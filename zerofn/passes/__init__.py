@@ -1,4 +1,99 @@
-"""The passes: transformations of a captured step, in the order in which they run."""
+"""The passes: transformations of a captured step, in the order in which they run.
+
+`zerofn.compile(passes=)` takes passes of your own: a list, which runs before `donate`, or a function from the list of
+passes to the list to run. `before` and `after` make one by the name of a standard pass.
+
+Words:
+
+- *Pass*: a function `fn(program) -> None` of the step; with the scope "body" a function `fn(gm, context) -> None` of
+  each graph, so also of the bodies of loops. It says whether it is required, carries out decisions about memory, and
+  takes part in the search (`_pass.py`).
+- *Context*: the machine, the mesh and what was decided about memory (`_context.py`).
+- *finite check*: whether all gradients are finite; a step that fails it changes nothing.
+- *bucket*: the flat buffer of a unit's gradient, from which it is sent.
+- *cache*: the gathered copies of units at stages 1 and 2, or of parts of units with hpZ.
+
+How a step is scheduled (`_pipeline.py`): the first passes bring the graph into one form. Then, if memory is limited
+or a loop could gather units once, `zerofn.passes.budget` decides what is dropped and brought back. The passes from
+`tile_logits` on carry that out, start transfers early, write the new state, and place waits and buffers.
+`ZEROFN_DUMP=dir` writes the graph after each pass, as Python.
+
+    fold_split_master          uses the upper half of a split master, which is in memory, as its bfloat16 rounding
+    canonicalize               removes detaches, views without effect and transfers of units of which this rank has
+                               nothing, and merges repeated gathers; merges no computation, since a model may
+                               recompute on purpose
+    functionalize              turns writes to the step's own memory into new values if nothing else reads that
+                               memory, because new values can be recomputed
+    share_masks                merges equal values that only make masks of attention, so all layers save one mask
+    split_state_reads          reads state on a drive once to compute with it, and once to update it
+    sink_gathers               moves gathers, with their casts and views, down to their first use
+    sync_replicated_state      averages over ranks the replicated state that depends on a rank's own batch, such as
+                               batch-norm statistics, or takes rank 0's
+    tile_logits                gives the chosen heads and their cross entropies one tile of logits at a time, forward
+                               and backward
+    hoist_gathers              at stage 3, gathers a unit once before a loop over microbatches, for as many units as
+                               memory allows
+    recompute_activations      recomputes the chosen activations at their first use in the backward pass, and gathers
+                               again what the step does not save
+    cut_stages                 along `pipe`, replaces a loop over microbatches by this rank's part of a pipeline: calls
+                               of pieces of its stages, sends, receives and waits, in the order of a schedule; sums
+                               over microbatches keep their order, and with `accumulate(reduce="round")` the sums of a
+                               round are reduced after its last gradient
+    offload_activations        sends the chosen activations to host memory, and copies each back just in time, by
+                               simulated times
+    reshard                    drops a gathered unit between two uses if three or more other units are used in between,
+                               and gathers it again
+    hide_sums                  puts products of weights' gradients between the start and the wait of a sum, exchange or
+                               gather of values; starts a repeated gather as soon as the transfer before it is over
+    raise_reduce_scatters      starts a reduce-scatter when its last gradient exists, and its continuation across
+                               replicas when the first transfer is over; at most two of a kind are in flight
+    raise_unscale              unscales a gradient as soon as it is reduced, so that it can leave memory
+    gradients_as_bucket_views  computes a gradient in its bucket if its operation can write to existing memory; a piece
+                               of a pipeline adds its gradients there, leaf by leaf
+    prefetch                   starts gathers, and the drive reads behind them, when a simulated run has the link free
+                               and the units in memory are at most three consecutive ones, or within the budget
+    read_local_shards          reads a leaf that is wholly in this rank's shard from there; a gather then copies only
+                               the leaves that cross the shard's edges
+    fuse_norms                 takes a gradient's norm and finite check in one read, as soon as it is complete
+    reinplace                  lets an elementwise operation overwrite an operand that it is the last to read
+    write_after_checks         moves updates below every check that ranks agree on a value
+    donate                     makes update rules write in place, and copies other new values at the end
+    raise_updates              runs an update as soon as its gradient is reduced and the old value was last read;
+                               updates that wait for the finite check or the norm run in order of first use
+    update_on_host             updates state in host memory there, or streams it through the device, by measured rates
+    offload_gradients          writes gradients that wait for the finite check to the drives of their state, and
+                               computes them in the buffer that drives write from
+    start_param_gather         stages 1 and 2, and hpZ: starts the all-gather of updated shards into the cache, unit by
+                               unit
+    copy_outputs               without donation, in place of the six passes above: copies results that share memory
+                               with the state
+    wait_param_gather          stages 1 and 2, and hpZ: waits for a unit of the cache at its first use, in the next step
+    schedule_state_reads       reads one update's state while the previous update runs, and the first two while
+                               gradients are computed, into one buffer
+    assign_buffers             gives gathered units and buckets places in static buffers; the largest, or all buckets,
+                               stay out if the peak would rise by more than a sixteenth, or above the budget
+
+Invariants:
+
+- A pass changes no bit of a result. It moves, copies and replaces nodes locally, and sorts nothing anew.
+- A pass allocates nothing. It appends requests for buffers and drive space to the `Program`, and nodes refer to them
+  by index; `zerofn/runtime/buffers.py` allocates before the first run. So the search can try schedules and drop them,
+  and a plan is what will run.
+- After each pass of a user the graph is checked (`_checked.py`): it is sound, takes and returns what it did, writes
+  only to its own memory, waits for what it reads, and reads no memory that was overwritten or assigned to another
+  value. Before donation and scheduling it must also be pure. Ranks compare their transfers afterwards, as always.
+- A backend with a method `passes(ours)` changes the list before the user does. `backend="inductor"` adds
+  `outline_regions` (`zerofn.lowering`).
+
+Static buffers: short-lived values that move (gathered units, buckets, reads from drives) are packed by the spans in
+which they are needed (`_packing.py`), in arenas that all steps of the process share. `plan.memory()` reports what is
+reserved and how much of it is in use. Values that live until the update, or leave the step, have memory of their own.
+
+Tiles of logits: see `zerofn.ops`. A region of a compiler rounds a loss differently from tiles, and is faster than the
+same operations one by one, so a backend that makes regions takes `tile_logits` out of the list.
+
+Start reading: `_pipeline.py`, then `sink_gathers.py` and `prefetch.py`.
+"""
 
 from __future__ import annotations
 

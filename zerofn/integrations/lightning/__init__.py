@@ -1,3 +1,3 @@
-"""Lightning's `Trainer` with ZeroFn's step: `Trainer(strategy=ZeroFnStrategy(stage=3))`, the module as it is."""
+"""Lightning's `Trainer` with ZeroFn's step: `Trainer(strategy=ZeroFnStrategy(stage=3))`, the module unchanged."""
 
 from .strategy import ZeroFnStrategy as ZeroFnStrategy
