@@ -104,7 +104,9 @@ def generate() -> None:
 
 def rooms() -> str:
     """Return the page of the library's rooms, each with the docstring of its folder."""
-    parts = ["# The rooms\n\nThe folders of `zerofn/`, those that import most first. Each is its `__init__` docstring.\n"]
+    parts = [
+        "# The rooms\n\nThe folders of `zerofn/`, those that import most first. Each is its `__init__` docstring.\n"
+    ]
     for name in architecture.rooms():
         path = FILES[f"zerofn.{name.replace('/', '.')}"] if name != "__init__" else None
         if path is not None and path.name == "__init__.py":

@@ -14,10 +14,11 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .util.names import of_package
 from .util.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from . import collectives, moe, optim, parallel, random, schedules, sparse
+    from . import collectives, moe, optim, parallel, passes, random, schedules, sparse
     from .capture.capture import CaptureError
     from .checkpoint import CheckpointError, export, load, load_safetensors, load_state_dict, save, verify
     from .checkpoint.owner import saved_paths
@@ -206,18 +207,17 @@ def load_ipython_extension(shell: Any) -> None:
     RankMagics.load(shell)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE and (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    where = _WHERE.get(name, "")
-    module = importlib.import_module(f".{where or name}", __name__)
-    found = getattr(module, name) if where else module
-    globals()[name] = found
-    return found
+if not TYPE_CHECKING:
+    _unknown, __dir__ = of_package(__name__, __all__)
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
+    def __getattr__(name: str) -> Any:
+        if name not in _WHERE and (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None):
+            _unknown(name)
+        where = _WHERE.get(name, "")
+        module = importlib.import_module(f".{where or name}", __name__)
+        found = getattr(module, name) if where else module
+        globals()[name] = found
+        return found
 
 
 sys.modules[__name__].__class__ = _Package

@@ -1,6 +1,4 @@
-"""The command line: `zerofn plan script.py:train_step`, `zerofn profile FILE`, `zerofn config ds_config.json`,
-`zerofn report`, `zerofn launch`, and what looks at checkpoints.
-"""
+"""The command line: plan a step, measure a machine, start ranks, and look at configurations and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,6 +33,7 @@ from .planning.asked import ALL, Asked, Layers, Step
 from .planning.meshes import AUTO
 from .planning.planner import cluster, grid_of, plan_meshes, plan_step
 from .planning.table import Table
+from .util.command_line import Parser
 from .util.errors import printable
 from .util.version import __version__
 
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="zerofn", description=__doc__)
+    parser = Parser(prog="zerofn", description=__doc__)
     parser.add_argument("--version", action="version", version=f"zerofn {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)

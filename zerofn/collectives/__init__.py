@@ -31,7 +31,7 @@ Start reading: `maps.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from ..comm.current_mesh import axis_of as _axis
 from ..comm.current_mesh import present
 from ..comm.mesh import Axis, Mesh
 from ..util.arguments import checked
+from ..util.names import of_package
 from .averaged import check_psum
 from .maps import AllGather, AllReduce, CheckedSame, Exchange, Linear, LinearMap, Permute, Psum, ReduceScatter, Vary
 
@@ -62,8 +63,8 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)
 
 
 def _from_last(x: Tensor, dim: int, what: str) -> int:

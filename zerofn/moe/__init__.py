@@ -25,6 +25,9 @@ Invariant: shapes do not depend on where tokens go, so the host never waits for 
 Start reading: `layer.py`, then `exchange.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from .cuts import cuts
 from .draws import gumbel, jitter
 from .exchange import combine, dispatch, own
@@ -52,5 +55,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

@@ -26,6 +26,9 @@ operations of the number of updates, so a step can capture them.
 Start reading: `base.py`, then `adamw.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from .adafactor import adafactor
 from .adagrad import ScaleByRssState, adagrad, scale_by_rss
 from .adamw import adam, adamw
@@ -166,5 +169,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

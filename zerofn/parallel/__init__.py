@@ -43,6 +43,9 @@ value which another one has not sent is run again later (`local_ranks.py`).
 Start reading: `tensor_parallel.py`, then `attention.py` and `pipe.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from .attention import attention
 from .balance import balanced_chunks
 from .chunks import Chunks
@@ -68,5 +71,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

@@ -98,8 +98,10 @@ Start reading: `_pipeline.py`, then `sink_gathers.py` and `prefetch.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..graph.program import Program
+from ..util.names import of_package
 from ._checked import PassError
 from ._context import Context
 from ._pass import Edit, Pass, edited
@@ -139,8 +141,8 @@ from .write_after_checks import write_after_checks
 __all__ = ["Context", "Pass", "PassError", "after", "before", "standard"]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)
 
 
 def standard(donating: bool = True) -> list[Pass]:

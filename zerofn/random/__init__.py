@@ -23,11 +23,14 @@ Invariants:
 Start reading: `mode.py`, then `draws.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from .draws import fold_in, key
 from .mode import randomness
 
 __all__ = ["fold_in", "key", "randomness"]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

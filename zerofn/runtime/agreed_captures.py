@@ -21,8 +21,8 @@ KEPT = 8  # agreed steps of one function, the newest first: each is some texts, 
 
 
 class AgreedStep(NamedTuple):
-    """What all ranks have agreed on of one capture. `inputs`, `text`: see `agreed.py`. `told`: the numbers of values
-    that are not a rank's own. `first`: the decisions by which it was scheduled (`passes/budget/shared.py`).
+    """What all ranks have agreed on of one capture. `inputs`, `text`: see `rank_comparison.py`. `told`: the numbers of
+    values that are not a rank's own. `first`: the decisions by which it was scheduled (`passes/budget/shared.py`).
     """
 
     inputs: str

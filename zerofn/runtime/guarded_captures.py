@@ -1,6 +1,6 @@
 """Guards: a captured step is used again only while what its capture has read outside its arguments is the same.
 
-`reader.py` says what is read: code, globals, closures, modules, configs, and the attributes that some line of the
+`guards/walk.py` says what is read: code, globals, closures, modules, configs, and the attributes that some line of the
 user's names; beside them torch's settings, and what `compile(watch=)` declares. `Captures` keeps the captures of one
 signature, each with the facts it was made with, so that a model may go back and forth between `train()` and `eval()`.
 

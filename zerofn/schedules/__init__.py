@@ -33,6 +33,9 @@ Invariant: no function here knows tensors, graphs or process groups, so every sc
 Start reading: `actions.py`, then `named.py` and `simulate.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from .actions import Action, Kind, Placement, Schedule
 from .balance import Part, balance, stage_costs
 from .check import check
@@ -68,5 +71,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

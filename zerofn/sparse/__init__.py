@@ -25,6 +25,9 @@ effect.
 Start reading: `patterns.py`, then `layout.py` and `attention.py`.
 """
 
+from typing import TYPE_CHECKING
+
+from ..util.names import of_package
 from . import deepspeed
 from .attention import attention
 from .blocks import Blocks, chosen
@@ -51,5 +54,5 @@ __all__ = [
 ]
 
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = of_package(__name__, __all__)

@@ -4,7 +4,7 @@ A fake kernel tells a result's shape from a formula, and some formulas forget th
 keeps its strides, and its fake result is contiguous. A capture would then leave out a copy that is needed, or take a
 view that is not there. So an operation on tensors that are not contiguous runs once on small tensors with the same
 order of strides, real and fake. Where both agree the promise holds; elsewhere the real order is used. What might not
-bear invented values (`invented.py`) is not tried.
+bear invented values (`invented_values.py`) is not tried.
 """
 
 from __future__ import annotations

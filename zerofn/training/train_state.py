@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..sharding.state_tree import as_tensor
 from ..util.arguments import checked, told
 from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
+from ..util.names import attribute_of
 from .extra import SAME, Update, warn_of_replace
 from .feedback import Feedback, check_one, zeros
 from .grad import ValueAndGrad, value_and_grad
@@ -58,6 +59,9 @@ class TrainState:
     tx: GradientTransformation
     frozen: Callable[[str], bool] | None = None
     feedback: Feedback | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = attribute_of
 
     @staticmethod
     @checked("seed", "frozen")
