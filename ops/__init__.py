@@ -5,9 +5,9 @@ arithmetic of one element (`csrc/rules.h`, `csrc/formats.h`), the loops of the C
 
 Words:
 
-- *traits*: what an operation says of itself when it is defined (`registry.py`): whether it may work on a shard, what
-  it reads, writes and waits for, its flops. Passes and checks ask for traits, and have no tables of operations of
-  their own.
+- *traits*: the properties that an operation declares when it is defined (`registry.py`): whether it may work on a
+  shard, which arguments it reads, writes and waits for, its flops. Passes and checks ask for traits, and have no
+  tables of operations of their own.
 - *rule*: the arithmetic of one optimizer update.
 - *codec*: how a shard is stored (`codecs.py`): plainly, as two halves, or in 8-bit or float8 blocks. A codec is
   declared once, with the operations that encode and decode.
@@ -50,8 +50,8 @@ gradient in another order. The details:
   we read it from the log-probability of the largest logit. Devices subtract in float32.
 - A number of a product must not depend on how many rows or columns the product has. On the host that holds in
   float32, bfloat16 and float16 for tiles of multiples of 256 whose last one is not smaller (tried on some 1,000
-  random shapes, with 1 and 2 threads). It fails for narrower tiles and for float64, so tiles are not offered there.
-  cuBLAS promises nothing, so on devices tiles may change the last bits.
+  random shapes, with 1 and 2 threads). It fails for narrower tiles and for float64, so neither is offered. cuBLAS
+  promises nothing, so on devices tiles may change the last bits.
 - The sizes of tiles follow from the shape alone; nothing is measured at run time.
 
 Attention of blocks (`block_attention.py`, `csrc/attention.cpp`): one operation for all layouts of `zerofn.sparse`.

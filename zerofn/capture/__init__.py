@@ -1,4 +1,4 @@
-"""Capture: turn the user's step into one graph, and refuse a step whose graph would be wrong, in a sentence.
+"""Turn the user's step into one graph, and refuse, with what to write instead, a step whose graph would be wrong.
 
 Words:
 
@@ -7,21 +7,21 @@ Words:
 - *known value*: a value that follows from sizes alone, so that it is the same in every step (`known_values.py`).
 - *opaque node*: a call that is not traced, `zerofn.eager_region`.
 
-How a step is captured: `checked_capture.py` is what `compile` and `plan` call. `capture.py` traces with make_fx,
-through `zerofn.tracing`. `loop.py` makes one node of a loop over microbatches. `verify.py` checks that the graph is a
-pure function and that its results do not depend on how the state is sharded. `between_ranks.py` and `unsummed.py`
-find values that would make ranks differ. If any of these refuses the step, it is captured once more with the lines of
-the user's code, only for the error: recording lines makes a capture up to half as slow again. `advice.py` adds what
-to write instead.
+How a step is captured: `compile` and `plan` call `checked_capture.py`. `capture.py` traces with make_fx, through
+`zerofn.tracing`. `loop.py` makes one node of a loop over microbatches. `verify.py` checks that the graph is a pure
+function and that its results do not depend on how the state is sharded. `between_ranks.py` and `unsummed.py` find
+values that would make ranks differ. If any of these refuses the step, it is captured once more with the lines of the
+user's code, only for the error: recording lines makes a capture up to half as slow again. `advice.py` adds what to
+write instead.
 
 Invariants:
 
 - `train_step` gives the same bits eagerly and compiled.
 - What changes the state is the same on all ranks. The gradient of a `psum` must be the same on all ranks of its axis,
   and so must the loss along `tensor`. Shards, and noise in their shape (`normal_like`), are parts of one whole. A
-  step that updates a whole leaf with what slices compute, before its sum, is refused; `unsummed.py` names the leaf
-  and the word of the plan that it lacks.
-- Whatever moves when it is read, such as generators and iterators, is refused (`changing_constants.py`).
+  step that updates a whole leaf with values of one rank's slices, before their sum, is refused; `unsummed.py` names
+  the leaf and the word of the plan that it lacks.
+- Objects that move when they are read, such as generators and iterators, are refused (`changing_constants.py`).
 
 Choices:
 
@@ -36,7 +36,7 @@ Choices:
   a mask of known value, and calls torch with `is_causal`, with a window of CUDA's flash kernel, or with one mask for
   all rows. A known triangle with the padding of each row becomes `is_causal` and a bias [B, 1, 1, L]. On the CPU that
   has the mask's bits, since hidden pairs add zeros. A later change of the graph would have to replace the forward
-  pass, the backward pass and what is saved.
+  pass, the backward pass and the saved activations.
 - A mask that hides most pairs is taken apart by how it was made (`sparse_masks.py`). Its value depends on the batch,
   but its nodes show that it is a conjunction. A comparison of positions in the row is a band of a layout, at any
   length; other rules of positions have a known value. `number[:, :, None] == number[:, None]` of a cumulative sum of

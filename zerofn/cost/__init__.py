@@ -4,8 +4,8 @@ Words:
 
 - *machine*: the rates of a type of node in a few numbers (`machine.py`). `zerofn profile` measures them
   (`calibrate.py`).
-- *lane*: what does one thing at a time: the processor; the links between ranks, to the host and to drives; the host's
-  updates.
+- *lane*: a resource that does one thing at a time: the processor; the links between ranks, to the host and to drives;
+  the host's updates.
 - *timeline*: the schedule on these lanes (`simulator.py`).
 
 How a step is timed: at a wait the processor idles until the transfer ends. On a machine known by name, a node takes
@@ -25,7 +25,8 @@ typical machine of the same kind, equal on every rank, so that ranks decide alik
 Limits: rates of machines known by name are sustained ones from published runs, and none of them was measured by us.
 So plans for GPUs count bytes exactly, and estimate the times of kernels. A small step on a GPU waits for Python
 instead: a T5-large with 16 pairs of sentences took 112 ms, of which kernels were 55, on a machine where plain torch
-took as long. A profile of the machine counts that too, and predicted 1.12 and 1.18 of what two steps took.
+took as long. A profile of the machine counts that too, and predicted 1.12 and 1.18 times the measured seconds of two
+steps.
 
 Start reading: `machine.py`, then `simulator.py`.
 """

@@ -17,9 +17,9 @@ what is alive. Passes move, copy and replace nodes locally (`edit.py`), and noth
 order of transfers is the same on all ranks that captured the same operations. `fingerprint.py` writes that order
 down, and ranks compare it before the first run.
 
-Memory: `liveness.py` walks a scheduled graph and computes, to the byte, what is alive while each node runs, by kind.
-`step.lower(...)` reports it. `buffers.py` has the requests for static buffers and drive space that passes append to a
-program.
+Memory: `liveness.py` walks a scheduled graph and computes, to the byte, the memory alive while each node runs, by
+kind. `step.lower(...)` reports it. `buffers.py` has the requests for static buffers and drive space that passes
+append to a program.
 
 Segments begin where a unit's parameters are first used; in a model of one unit, where a leaf's are. What crosses from
 one segment to the next is always saved, so nothing is recomputed from farther back than its own segment. Segments are

@@ -1,4 +1,4 @@
-"""Read what other libraries wrote: DeepSpeed's configurations and checkpoints, torch's checkpoints, config.json files.
+"""Read files of other libraries: DeepSpeed's configurations and checkpoints, torch's checkpoints, config.json files.
 
 `from_deepspeed` (`deepspeed.py`) turns a configuration into arguments of ZeroFn. `load_deepspeed` reads DeepSpeed's
 checkpoints, and `load_dcp` and `export_dcp` those of FSDP2 and torchtitan. `hf_config.py` makes a step to plan from a

@@ -6,7 +6,7 @@ Words:
 - *agreement*: all ranks tell each other a text through the store, and all raise if texts differ (`agreement.py`). A
   collective would not do: the rank that never arrives is the case to report.
 - *meeting*: one run of a captured step, one collective outside of steps, or one agreement (`step_order.py`).
-- *sign of life*: what a thread of every rank writes to the store once a second (`heartbeat.py`).
+- *sign of life*: a text that a thread of every rank writes to the store once a second (`heartbeat.py`).
 
 How a job starts: `environment.py` reads which rank this process is. `rendezvous.py` lets ranks meet, under keys that
 no earlier attempt of the job has used, because torchrun keeps its store when it starts a job again.

@@ -21,7 +21,8 @@ Choices:
 Invariants:
 
 - A step writes into the old state's memory and into shared arenas. So one lock of the process orders steps, captures
-  and whatever reads a state. A thread holds the lock, so a save inside a running step is told from one beside it.
+  and whatever reads a state. A thread holds the lock, so a save inside a running step is distinguished from one
+  beside it.
 - This room knows no graphs: passes write requests down (`zerofn/graph/buffers.py`), and `zerofn/runtime/buffers.py`
   allocates.
 

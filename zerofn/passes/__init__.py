@@ -60,7 +60,8 @@ or a loop could gather units once, `zerofn.passes.budget` decides what is droppe
     donate                     makes update rules write in place, and copies other new values at the end
     raise_updates              runs an update as soon as its gradient is reduced and the old value was last read;
                                updates that wait for the finite check or the norm run in order of first use
-    update_on_host             updates state in host memory there, or streams it through the device, by measured rates
+    update_on_host             updates state in host memory on the host, or streams it through the device, by measured
+                               rates
     offload_gradients          writes gradients that wait for the finite check to the drives of their state, and
                                computes them in the buffer that drives write from
     start_param_gather         stages 1 and 2, and hpZ: starts the all-gather of updated shards into the cache, unit by
@@ -78,10 +79,11 @@ Invariants:
 - A pass changes no bit of a result. It moves, copies and replaces nodes locally, and sorts nothing anew.
 - A pass allocates nothing. It appends requests for buffers and drive space to the `Program`, and nodes refer to them
   by index; `zerofn/runtime/buffers.py` allocates before the first run. So the search can try schedules and drop them,
-  and a plan is what will run.
-- After each pass of a user the graph is checked (`_checked.py`): it is sound, takes and returns what it did, writes
-  only to its own memory, waits for what it reads, and reads no memory that was overwritten or assigned to another
-  value. Before donation and scheduling it must also be pure. Ranks compare their transfers afterwards, as always.
+  and a planned schedule is the one that will run.
+- After each pass of a user the graph is checked (`_checked.py`): it is sound, has the same inputs and results, writes
+  only to its own memory, waits for the transfers that it reads, and reads no memory that was overwritten or assigned
+  to another value. Before donation and scheduling it must also be pure. Ranks compare their transfers afterwards, as
+  always.
 - A backend with a method `passes(ours)` changes the list before the user does. `backend="inductor"` adds
   `outline_regions` (`zerofn.lowering`).
 

@@ -23,7 +23,7 @@ sizes there. `search.py` plans those that may be the fastest, and says of the ot
   with parts of the tokens, or without.
 - Whether wire codecs are worth it is simulated (`wire.py`): a copy of the planned graph gets another codec in each
   transfer of a unit, and both run on the machine with its slowest links at some twenty rates. So the break-even rate
-  counts what is hidden behind computation, what coding costs, and latencies.
+  accounts for transfers hidden behind computation, for the cost of coding, and for latencies.
 
 `profile.py` puts a measured step beside the predicted one.
 

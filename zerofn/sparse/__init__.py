@@ -8,8 +8,8 @@ Words:
 - *pattern*: which keys a query attends to, as a function of positions (`patterns.py`). For a tile of 64 queries and
   64 keys, a pattern says whether none, some or all pairs are attended. It is asked about single tokens only where the
   answer is "some".
-- *layout*: what the kernel reads (`layout.py`): for each block of queries the runs of keys, and a word of bits for
-  each key of a tile that is attended in part.
+- *layout*: the form of a pattern that the kernel reads (`layout.py`): for each block of queries the runs of keys, and
+  a word of bits for each key of a tile that is attended in part.
 - *documents*: a span of keys for each query, [rows, tokens, 2], which a step may compute from its batch.
 - *blocks*: an index tensor of blocks that a step chooses itself (`blocks.py`).
 

@@ -3,8 +3,8 @@
 How an operation is recorded: torch takes half a millisecond an operation, mostly for proxies and for metadata that it
 hashes field by field. A step repeats few kinds of operations. So `shortcut.py` asks torch once for each kind (an
 operation on tensors of these shapes, strides and dtypes), and makes later results itself. Views are taken of tensors
-on "meta", and a detach becomes no node. Whatever is not simple goes to torch: writes, operations whose result depends
-on data, higher-order operations, other modes. For torch, tensors that were made without it look like its own. Tests
+on "meta", and a detach becomes no node. All other operations go to torch: writes, operations whose result depends on
+data, higher-order operations, other modes. For torch, tensors that were made without it look like its own. Tests
 compare the graphs of both ways.
 
 Why strides are tried (`strides.py`): some fake kernels forget the memory order of their result (`elu`, `batch_norm`).
