@@ -129,4 +129,4 @@ def test_import_brings_nothing_heavy(said):
 
 @pytest.mark.slow
 def test_submodules_load_when_asked_for_and_none_takes_a_public_names_place(said):
-    assert said[1] == f"module 'zerofn' has no attribute 'shrad'\n{MODULES}"
+    assert said[1] == f"module 'zerofn' has no attribute 'shrad'. Did you mean zerofn.shard?\n{MODULES}"
