@@ -107,6 +107,8 @@ def _allowed(block: int, rows: slice, num_keys: int, keys: Keys) -> Tensor:
     if keys.spans is not None:
         spans = keys.spans[:, None, rows].cpu()
         allowed = allowed & (at >= spans[..., :1]) & (at < spans[..., 1:])
+    if keys.there is not None:
+        allowed = allowed & keys.there[:, None, None].cpu()
     return allowed & (at <= queries) if keys.causal else allowed
 
 

@@ -30,7 +30,8 @@ class Keys(NamedTuple):
     row of `bits`, or -1 where all of its queries look at all of these keys. `bits` int64 [.., 64]: for each key of a
     run a bit for each query of the block. `chosen` int64 [batch, heads, blocks, ..]: numbers of blocks of `block_k`
     keys, in place of `starts`; -1 is none. `spans` int32 [batch or 1, queries, 2]: of each query the first key and the
-    one behind the last. `causal`: none behind the query.
+    one behind the last. `there` bool [batch or 1, keys]: False for a key that nobody looks at. `causal`: none behind
+    the query.
     """
 
     starts: Tensor | None
@@ -38,6 +39,7 @@ class Keys(NamedTuple):
     bits: Tensor | None
     chosen: Tensor | None
     spans: Tensor | None
+    there: Tensor | None
     block_q: int
     block_k: int
     causal: bool
@@ -79,6 +81,8 @@ class _Attention(ctypes.Structure):
         *((name, _N) for name in (*_SIZES, *_BLOCKS)),
         *((name, _P) for name in ("starts", "runs", "bits", "index", "spans")),
         ("span_rows", _N),
+        ("there", _P),
+        ("there_rows", _N),
         ("scale", ctypes.c_double),
         ("factor", ctypes.c_double),
         ("seed", ctypes.c_uint64),
@@ -111,6 +115,8 @@ def _described(tensors: Mapping[str, Tensor], keys: Keys, scale: float, dropped:
         a.bits = None if keys.bits is None else keys.bits.data_ptr()
     if keys.spans is not None:
         a.spans, a.span_rows = keys.spans.data_ptr(), len(keys.spans)
+    if keys.there is not None:
+        a.there, a.there_rows = keys.there.data_ptr(), len(keys.there)
     assert k.shape[2] == a.num_k
     return a
 
@@ -134,6 +140,8 @@ def _prepared(keys: Keys, q: Tensor, k: Tensor) -> Keys:
         keys = keys._replace(starts=torch.arange(blocks + 1, dtype=torch.int32)[None], runs=runs)
     if keys.spans is not None:
         keys = keys._replace(spans=keys.spans.to(torch.int32).contiguous())
+    if keys.there is not None:
+        keys = keys._replace(there=keys.there.to(torch.bool).contiguous())
     return keys
 
 
@@ -227,9 +235,10 @@ def _flops(of_width: int, of_values: int) -> Callable[[Mapping[str, Any], Any], 
 
 
 _KEYS = (
-    "Tensor? starts, Tensor? runs, Tensor? bits, Tensor? chosen, Tensor? spans, int block_q, int block_k, bool causal"
+    "Tensor? starts, Tensor? runs, Tensor? bits, Tensor? chosen, Tensor? spans, Tensor? there, "
+    "int block_q, int block_k, bool causal"
 )
-_SAVED = "q k v seed starts runs bits chosen spans block_q block_k causal pairs scale dropout out lse"
+_SAVED = "q k v seed starts runs bits chosen spans there block_q block_k causal pairs scale dropout out lse"
 # `pairs`: of a query and a key in the blocks that are computed, of all heads and rows.
 define_differentiable(
     f"block_attention(Tensor q, Tensor k, Tensor v, Tensor? seed, {_KEYS}, int pairs, float scale, float dropout) -> "

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .kernel_args import BLOCK
 
-_VERSION = 9  # ZF_VERSION of the C interface
+_VERSION = 10  # ZF_VERSION of the C interface
 _PART = 1 << 16  # elements; a thread is not woken for fewer
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32

@@ -179,10 +179,10 @@ void forward(const zf_attention *a, zf_i64 first, zf_i64 last) {
         turned(at<N>(a->q, p.batch, p.head, p.first), a->q.row, p, a->width, (T)(a->scale * LOG2E), queries);
         for (zf_i64 i = 0; i < a->value_width * p.n; ++i) out[i] = 0;
         span.find(a, p);
-        over_chunks(runs, runs_of(a, p, runs), span, [&](zf_i64 k, zf_i64 num, const zf_u64 *bits, bool ends) {
+        over_chunks(a, p, runs, runs_of(a, p, runs), span, [&](zf_i64 k, zf_i64 num, const Hidden<T> &by) {
             const Matrix<T> here = keys(at<N>(a->k, p.batch, p.group, k), a->k.row, num);
             product(num, p.n, a->width, here, queries, p.n, scores, p.n, false);
-            if (bits != nullptr || ends) hide(scores, p, k, num, bits, ends ? &span : nullptr);
+            hide(scores, p, k, num, by);
             weigh(scores, num, p, top, sum, out, a->value_width);
             if (a->drop_below) {
                 factors(a, p, k, num, kept);
@@ -288,11 +288,11 @@ void backward(const zf_attention *a, zf_i64 first, zf_i64 last) {
             }
             for (zf_i64 i = 0; i < a->width * p.n; ++i) of_q[i] = 0;
             span.find(a, p);
-            over_chunks(runs, runs_of(a, p, runs), span, [&](zf_i64 k, zf_i64 num, const zf_u64 *bits, bool ends) {
+            over_chunks(a, p, runs, runs_of(a, p, runs), span, [&](zf_i64 k, zf_i64 num, const Hidden<T> &by) {
                 const Matrix<T> here = keys(at<N>(a->k, batch, group, k), a->k.row, num);
                 const Matrix<T> given = values(at<N>(a->v, batch, group, k), a->v.row, num);
                 product(num, p.n, a->width, here, queries, p.n, scores, p.n, false);
-                if (bits != nullptr || ends) hide(scores, p, k, num, bits, ends ? &span : nullptr);
+                hide(scores, p, k, num, by);
                 product(num, p.n, a->value_width, given, grads, p.n, back, p.n, false);
                 if (a->drop_below) factors(a, p, k, num, kept);
                 differentiate(scores, back, num, p, lse, delta, a->drop_below ? kept : nullptr);

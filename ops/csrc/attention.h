@@ -23,6 +23,8 @@ typedef struct {
     const zf_i64 *index;
     const zf_i32 *spans; // [span_rows, num_q, 2] or NULL: each query's first key, and the one behind its last
     zf_i64 span_rows;
+    const zf_u8 *there; // [there_rows, num_k] or NULL: 0 of a key that nobody looks at, such as padding
+    zf_i64 there_rows;
     double scale, factor; // `factor`: of what dropout leaves
     zf_u64 seed;
     zf_u32 drop_below; // hashes below it are dropped

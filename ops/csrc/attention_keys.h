@@ -1,4 +1,5 @@
-// Which keys a tile of queries looks at: runs of a layout or of an index, each query's span, and the masks of both.
+// Which keys a tile of queries looks at: runs of a layout or of an index, each query's span, keys that are not there,
+// and the masks of all of them.
 #ifndef ZEROFN_ATTENTION_KEYS_H
 #define ZEROFN_ATTENTION_KEYS_H
 
@@ -91,37 +92,53 @@ struct Span {
     }
 };
 
-// body(first key, how many, their bits or NULL, whether spans end inside)
+// What hides keys of a chunk: NULL is nothing.
+template <class T>
+struct Hidden {
+    const zf_u64 *bits;
+    const Span<T> *span;
+    const zf_u8 *there;
+};
+
+// body(first key, how many, what hides some of them)
 template <class T, class Body>
-ZF_FN void over_chunks(const Run *runs, zf_i64 num, const Span<T> &span, const Body &body) {
+ZF_FN void over_chunks(const zf_attention *a, const Place &p, const Run *runs, zf_i64 num, const Span<T> &span,
+                       const Body &body) {
+    const zf_u8 *of_row = a->there == nullptr ? nullptr : a->there + (a->there_rows == 1 ? 0 : p.batch) * a->num_k;
     for (zf_i64 i = 0; i < num; ++i) {
         const zf_i64 end = least(runs[i].first + runs[i].num, span.most_to);
         for (zf_i64 at = most(runs[i].first, span.least_from); at < end;) {
             const zf_i64 now = least(KEYS, end - at);
             const bool ends = at < span.most_from || at + now > span.least_to;
-            body(at, now, runs[i].bits == nullptr ? nullptr : runs[i].bits + (at - runs[i].first), ends);
+            zf_i64 found = of_row == nullptr ? now : 0;
+            if (of_row != nullptr)
+                for (zf_i64 k = 0; k < now; ++k) found += of_row[at + k] != 0;
+            if (found > 0)
+                body(at, now, Hidden<T>{runs[i].bits == nullptr ? nullptr : runs[i].bits + (at - runs[i].first),
+                                        ends ? &span : nullptr, found == now ? nullptr : of_row + at});
             at += now;
         }
     }
 }
 
 template <class T>
-void hide(T *scores, const Place &p, zf_i64 first, zf_i64 num, const zf_u64 *bits, const Span<T> *span) {
+void hide(T *scores, const Place &p, zf_i64 first, zf_i64 num, const Hidden<T> &by) {
+    if (by.bits == nullptr && by.span == nullptr && by.there == nullptr) return;
     const int n = lanes<T>;
     typename Lanes<T>::u of_lane;
     for (int i = 0; i < n; ++i) of_lane[i] = 1u << i;
     const Vector<T> hidden = all((T)-INFINITY);
     for (zf_i64 k = 0; k < num; ++k)
         for (zf_i64 at = 0; at < p.n; at += n) {
-            Vector<T> x = loaded(scores + k * p.n + at);
-            if (bits != nullptr) {
-                const typename Lanes<T>::u word = (typename Lanes<T>::u)(Integers<T>{} + (typename Lanes<T>::integer)(bits[k] >> at));
+            Vector<T> x = by.there != nullptr && !by.there[k] ? hidden : loaded(scores + k * p.n + at);
+            if (by.bits != nullptr) {
+                const typename Lanes<T>::u word = (typename Lanes<T>::u)(Integers<T>{} + (typename Lanes<T>::integer)(by.bits[k] >> at));
                 x = (word & of_lane) != 0 ? x : hidden;
             }
-            if (span != nullptr) {
+            if (by.span != nullptr) {
                 Integers<T> from, to;
-                __builtin_memcpy(&from, span->from + at, sizeof(from));
-                __builtin_memcpy(&to, span->to + at, sizeof(to));
+                __builtin_memcpy(&from, by.span->from + at, sizeof(from));
+                __builtin_memcpy(&to, by.span->to + at, sizeof(to));
                 const Integers<T> key = Integers<T>{} + (typename Lanes<T>::integer)(first + k);
                 x = key >= from ? x : hidden;
                 x = key < to ? x : hidden;

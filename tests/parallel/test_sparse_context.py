@@ -18,6 +18,8 @@ from zerofn.util.process import the
 LENGTH, WIDTH, OF_VALUES = 444, 5, 3  # chunks of 222, 111 or 74 tokens, in tiles of 64
 ENDS = torch.tensor([0, 101, 230, 231, LENGTH])
 ROWS = torch.tensor([[0, 7, 200, 200, LENGTH], [0, 150, 300, 420, 430]])
+KEPT = torch.arange(LENGTH) % 7 < torch.tensor([[5], [7]])
+KEPT[1, :300] = False
 PATTERNS = {
     "window": lambda: sparse.sliding_window(50),
     "sinks and window": lambda: sparse.sinks(3) | sparse.sliding_window(20),
@@ -26,6 +28,7 @@ PATTERNS = {
     "prefix": lambda: sparse.prefix(130),
     "documents": lambda: sparse.documents(ENDS),
     "documents of rows": lambda: sparse.documents(ROWS) & sparse.sliding_window(60),
+    "padding": lambda: sparse.padding(KEPT) & sparse.sliding_window(90),
     "nothing": lambda: sparse.pattern(lambda head, query, key: (query < 10) & (key < 0)),
 }
 
@@ -47,6 +50,8 @@ def mask_of(name, heads, causal):
         inside = (number > 0) & (number < ends.shape[1])
         mask = (number[:, :, None] == number[:, None]) & inside[:, None] & inside[:, :, None]
         mask = (mask & (near < 60) if name.endswith("rows") else mask)[:, None]
+    elif name == "padding":
+        mask = (near < 90) & KEPT[:, None, None]
     else:
         mask = {
             "window": near < 50,

@@ -79,6 +79,52 @@ def test_each_instruction_set_and_torch_do_the_same(name, isa, monkeypatch):
         same_as_dense(given, lambda q, k, v: sparse.attention(q, k, v, pattern), mask, tolerance)
 
 
+def padded(name, num):
+    """Booleans [2, num]: False of padding."""
+    at, draw = torch.arange(num), torch.Generator().manual_seed(3)
+    return {
+        "right": at < torch.tensor([[num // 3 + 1], [num]]),
+        "left": at >= torch.tensor([[num // 2], [0]]),
+        "holes": torch.rand(2, num, generator=draw) < 0.7,
+        "a row of nothing else": torch.tensor([[False], [True]]).expand(2, num),
+        "one for all rows": (at < num - 70)[None],
+    }[name]
+
+
+PADDINGS = ["right", "left", "holes", "a row of nothing else", "one for all rows"]
+
+
+@pytest.mark.part(name=["left", "holes"], num=[150])
+@pytest.mark.parametrize("num", [75, 150, 257])
+@pytest.mark.parametrize("name", PADDINGS)
+def test_no_query_looks_at_padding(name, num):
+    there = padded(name, num)
+    for kind in ("everything", "sinks", "documents, causal", "a function of heads"):
+        pattern, mask = cases(num)[kind]
+        both = pattern & sparse.padding(there.long())
+        attend = lambda q, k, v, both=both: sparse.attention(q, k, v, both)  # noqa: E731
+        same_as_dense(inputs(queries=num), attend, mask & there[:, None, None], EXACT)
+
+
+@pytest.mark.parametrize("isa", [*native.isas(), "torch"])
+def test_each_instruction_set_and_torch_hide_padding(isa, monkeypatch):
+    if isa == "torch":
+        monkeypatch.setattr(native, "missing", lambda: "no library")
+    else:
+        monkeypatch.setenv("ZEROFN_ISA", isa)
+    there, (i, j) = padded("holes", 100), places(100)
+    for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, 1e-5), (torch.bfloat16, 0.06)):
+        given = inputs(queries=100, width=24, values=16, dtype=dtype)
+        attend = lambda q, k, v: sparse.attention(q, k, v, sparse.padding(there) & sparse.causal)  # noqa: E731
+        same_as_dense(given, attend, (j <= i) & there[:, None, None], tolerance)
+
+
+def test_keys_of_other_tokens_may_be_padding():
+    there = torch.arange(150) < torch.tensor([[20], [140]])
+    attend = lambda q, k, v: sparse.attention(q, k, v, sparse.padding(there))  # noqa: E731
+    same_as_dense(inputs(queries=70, keys=150), attend, there[:, None, None], EXACT)
+
+
 def test_instruction_sets_and_threads_give_the_same_bits(monkeypatch):
     pattern = (sparse.sinks(3) | sparse.sliding_window(40)) & sparse.causal
     *qkv, grad = inputs(queries=200, dtype=torch.float32)
@@ -223,6 +269,11 @@ def test_there_is_no_second_derivative():
         (lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 3, 2, 40]))), "must increase from 0"),
         (lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 41]))), "ends at 41, and a row has 40"),
         (lambda q, k, v: (q, k, v, sparse.documents(torch.zeros(3, 2).long())), "of 3 rows, and the batch has 2"),
+        (lambda q, k, v: (q, k, v, sparse.padding(torch.ones(3, 40).long())), r"expected a mask \[2 or 1, 40\]"),
+        (
+            lambda q, k, v: (q, k, v, sparse.padding(torch.ones(2, 40).bool()) | sparse.causal),
+            "goes with .* by & alone",
+        ),
         (lambda q, k, v: (q, k, v, torch.zeros(2, 4, 1, 1).long()), r"write sparse.chosen\(index, block\)"),
         (lambda q, k, v: (q, k, v, lambda h, i, j: i - j), "must return a tensor of booleans"),
     ],

@@ -109,7 +109,8 @@ def close(found, expected, tolerance):
 
 CASES = [
     ("llama", "packed", 2), ("gpt2", "packed", 2), ("mistral", "packed", 2), ("gemma3", "packed", 2),
-    ("mistral", "plain", 2), ("gemma3", "plain", 1), ("llama", "plain", 0), ("llama", "padded", 0),
+    ("mistral", "plain", 2), ("gemma3", "plain", 1), ("llama", "plain", 0), ("llama", "padded", 2),
+    ("mistral", "padded", 2),
 ]  # fmt: skip
 
 
@@ -242,6 +243,13 @@ def written(batch):
     return mask
 
 
+def padded_later(batch):
+    there = batch["kept"].clone()
+    mask = there[:, None, None]
+    there[:, 3] = False
+    return mask
+
+
 def of_other_positions(batch):
     """Documents end where a second tensor of positions says."""
     number, _ = packed(batch)
@@ -268,6 +276,11 @@ IN_PARTS = {
     "documents, by indices": lambda b: by_indices(numbers(b)),
     "documents of all rows": lambda b: pairs(b["begins"][:1].cumsum(1)) & lower(),
     "positions": positions_of_documents,
+    "padding": lambda b: b["kept"][:, None, None],
+    "padding, spread": lambda b: b["kept"][:, None, None].expand(2, 1, N, N) & lower(),
+    "padding and a triangle": lambda b: lower() & b["kept"][:, None, None],
+    "padding on the left, and a window": lambda b: lower().triu(-5) & b["kept"].flip(1)[:, None, None],
+    "padding and documents": lambda b: pairs(numbers(b)) & b["kept"][:, None, None] & lower(),
 }
 AS_THEY_ARE = {
     "numbers of a batch": lambda b: pairs(b["numbers"]) & lower(),
@@ -280,7 +293,8 @@ AS_THEY_ARE = {
     "of another row": lambda b: pairs(numbers(b).flip(1)) & lower(),
     "written to": written,
     "any": lambda b: b["any"],
-    "padding": lambda b: lower() & b["kept"][:, None, None],
+    "padding of a tensor that is written to": padded_later,
+    "numbers of padding": lambda b: torch.zeros(2, 1, 1, N).double().masked_fill(~b["kept"][:, None, None], -1e9),
     "a query without a key": lambda b: lower().tril(-1),
 }
 

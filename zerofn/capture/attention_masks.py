@@ -14,7 +14,7 @@ of the mask. On CUDA other kernels are taken, so what is dropped there stays wit
 | window, up to a token itself | `is_causal`, and one mask [1, 1, L, L] | flash attention's window |
 | within the triangle | `is_causal`, and the mask | as it is |
 | the same for all rows | one mask [1, 1, L, L] | the same |
-| documents, and all but plain triangles, of long rows | see `sparse_masks` | as above |
+| documents, padding, and all but plain triangles, of long rows | see `sparse_masks` | as above |
 
 Both operations of CUDA's have run by themselves on an H200 with torch 2.11, in bfloat16: outputs and gradients are
 those of the mask. That a step calls them has been seen on fake tensors alone.

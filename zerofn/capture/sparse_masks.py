@@ -8,6 +8,7 @@ A mask is taken apart into the factors that it is the conjunction of:
 | any other rule of places | its value, which follows from sizes alone | tiles of a layout |
 | documents | `number[:, :, None] == number[:, None]` of a cumulative sum of booleans | each query's span of keys |
 | a triangle, a window of positions | that comparison of positions, by one more in documents | tiles of a layout |
+| padding | booleans [rows, 1, 1, keys] | keys that nobody looks at |
 
 A cumulative sum of booleans never decreases, so tokens of one number stand side by side; of numbers that a batch brings
 this is not known, and their masks stay with torch. In a document whose positions go on by one, the difference of two
@@ -16,6 +17,7 @@ positions is that of their places: what transformers compares (`masking_utils.py
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -50,13 +52,15 @@ _TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 
 
 class Allowed(NamedTuple):
-    """What a mask allows: tiles of a layout and, of them, the keys of a query's document. `numbers`: the node of the
-    documents' numbers [rows, tokens], which never decrease in a row. `spans`: made for a trace's first layer.
+    """What a mask allows: tiles of a layout and, of them, the keys of a query's document that are no padding.
+    `numbers`: the node of the documents' numbers [rows, tokens], which never decrease in a row. `padding`: nodes of
+    booleans [rows or 1, .., keys]. `made`: what `by_layout` gets of both, made for a trace's first layer.
     """
 
     tiles: Layout
     numbers: Node | None
-    spans: list[Tensor]
+    padding: tuple[Node, ...]
+    made: dict[str, Tensor]
 
 
 class _Factor(NamedTuple):
@@ -97,9 +101,12 @@ def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None)
     found = looked_at_once(mask, "_zerofn_sparse_masks", _allowed) if _fits(q, k, v, mask) else None
     if found is None:
         return None
-    if found.numbers is not None and not found.spans:
-        found.spans.append(spans_of(tensor_of(found.numbers)))
-    return by_layout(q, k, v, found.tiles, found.spans[0] if found.spans else None, scale)
+    if found.numbers is not None and "spans" not in found.made:
+        found.made["spans"] = spans_of(tensor_of(found.numbers))
+    if found.padding and "there" not in found.made:
+        rows = [x.reshape(-1, x.shape[-1]) for x in map(tensor_of, found.padding)]
+        found.made["there"] = functools.reduce(torch.logical_and, rows)
+    return by_layout(q, k, v, found.tiles, scale, **found.made)
 
 
 def tensor_of(node: Node) -> Tensor:
@@ -134,9 +141,9 @@ _SHORT = 64  # tokens of a row up to which a layout has one tile
 _SHARE = 0.9  # of the tiles that torch's kernel computes
 
 
-def _pays(tiles: Layout, has_documents: bool) -> bool:
+def _pays(tiles: Layout, hides_more: bool) -> bool:
     """Return whether attention to some tiles takes less time than torch's kernel with a mask, which computes all pairs
-    or, beside a triangle that it is told of, about half of them.
+    or, beside a triangle that it is told of, about half of them. `hides_more`: documents or padding, tiles of each row.
     """
     heads, queries, keys = tiles.sizes
     if max(queries, keys) <= _SHORT:
@@ -144,7 +151,7 @@ def _pays(tiles: Layout, has_documents: bool) -> bool:
     below = torch.ones(tiles.status.shape[1:], dtype=torch.bool).tril()
     within = queries == keys and not bool(tiles.status[:, ~below].any())
     torchs = float(below.sum()) / below.numel() if within else 1.0
-    return has_documents or tiles.share <= _SHARE * torchs
+    return hides_more or tiles.share <= _SHARE * torchs
 
 
 # --- a mask's factors ----------------------------------------------------------------------------
@@ -160,17 +167,21 @@ def _allowed(values: Values, node: Node) -> Allowed | None:
         return None
     own = documents[0][1] if documents else None
     patterns: list[Pattern] = []
+    padding: list[Node] = []
     for factor in factors:
         if documents and factor is documents[0][0]:
             continue
         pattern = _pattern(values, factor, own, (queries, keys))
-        if pattern is None:
+        if pattern is not None:
+            patterns.append(pattern)
+        elif _is_padding(factor, keys):
+            padding.append(factor.node)
+        else:
             return None
-        patterns.append(pattern)
     tiles = _tiles(patterns, Sizes(1, queries, keys), own is not None)
-    if tiles is None or not _pays(tiles, own is not None):
+    if tiles is None or not _pays(tiles, own is not None or bool(padding)):
         return None
-    return Allowed(tiles, None if own is None else own.numbers, [])
+    return Allowed(tiles, None if own is None else own.numbers, tuple(padding), {})
 
 
 def is_conjunction(node: Node) -> bool:
@@ -199,6 +210,8 @@ def _tiles(patterns: list[Pattern], sizes: Sizes, of_documents: bool) -> Layout 
     bands = [x for x in patterns if isinstance(x, Band)]
     band = Band(max([1 - sizes.queries, *(x.low for x in bands)]), min([sizes.keys - 1, *(x.high for x in bands)]))
     given = [x for x in patterns if isinstance(x, Given)]
+    if not given and not bands:
+        return known(Everything(), sizes)
     if not given:
         return known(band, sizes) if sizes.queries == sizes.keys and band.low <= 0 <= band.high else None
     mask = given[0].mask
@@ -227,6 +240,16 @@ def _pattern(values: Values, factor: _Factor, documents: _Documents | None, size
     if len(mask) > 1 and not torch.equal(mask[1:], mask[:1].expand_as(mask[1:])):
         return None
     return Given(mask[0])
+
+
+def _is_padding(factor: _Factor, keys: int) -> bool:
+    """Return whether a factor hides some of a row's keys from all queries."""
+    note = factor.node.meta["val"]
+    return (
+        note.dtype == torch.bool
+        and note.dim() == 4 - factor.lifted
+        and note.shape[1:] == (*[1] * (note.dim() - 2), keys)
+    )
 
 
 def _documents(values: Values, factor: _Factor) -> _Documents | None:

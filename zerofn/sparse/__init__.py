@@ -32,7 +32,7 @@ from . import deepspeed
 from .attention import attention
 from .blocks import Blocks, chosen
 from .layout import Layout, layout
-from .patterns import Pattern, causal, documents, everything, pattern, prefix, sinks, sliding_window
+from .patterns import Pattern, causal, documents, everything, padding, pattern, prefix, sinks, sliding_window
 from .use import use
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "documents",
     "everything",
     "layout",
+    "padding",
     "pattern",
     "prefix",
     "sinks",

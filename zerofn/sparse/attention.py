@@ -14,7 +14,7 @@ from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
-from .patterns import Both, Causal, Documents, Everything, Function, Pattern, Sizes, Spans
+from .patterns import Both, Causal, Documents, Everything, Function, Padding, Pattern, Sizes, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -51,12 +51,21 @@ def attention(
     return with_logsumexp(q, k, v, layout, is_causal=is_causal, scale=scale, dropout=dropout)[0]
 
 
-def by_layout(q: Tensor, k: Tensor, v: Tensor, what: Layout, spans: Tensor | None, scale: float | None) -> Tensor:
-    """Return what `attention` does with a layout of all tokens, and of each query the keys of `spans`, int32
-    [batch or 1, queries, 2], if they are given.
+def by_layout(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    what: Layout,
+    scale: float | None,
+    *,
+    spans: Tensor | None = None,
+    there: Tensor | None = None,
+) -> Tensor:
+    """Return what `attention` does with a layout of all tokens and, if they are given, of each query the keys of
+    `spans`, int32 [batch or 1, queries, 2], and of all queries those of `there`, bool [batch or 1, keys].
     """
-    keys, pairs = _of_layout(what, q.shape[0], q.shape[1], spans)
-    return _run(q, k, v, None, keys, pairs, scale, 0.0)[0]
+    keys, pairs = _of_layout(what, q.shape[0], q.shape[1])
+    return _run(q, k, v, None, keys._replace(spans=spans, there=there), pairs, scale, 0.0)[0]
 
 
 def with_logsumexp(
@@ -119,22 +128,26 @@ def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool, part: Part | Non
     if not isinstance(what, Layout):
         what = pattern_of(what)
     spans: list[Tensor] = []
+    there: list[Tensor] = []
     if isinstance(what, Pattern):
         rest, said = known_part(what, is_causal, _is_static)
-        spans = [_spans(x, batch, sizes, part) for x in said]
+        spans = [_spans(x, batch, sizes, part) for x in said if not isinstance(x, Padding)]
+        there = [_there(x, batch, sizes, part) for x in said if isinstance(x, Padding)]
         what, is_causal = known(rest if part is None else OfPart(rest, part), sizes), False
     if what.sizes.heads not in (1, sizes.heads) or what.sizes[1:] != sizes[1:]:
         raise ValueError(
             f"sparse.attention: the layout is of {what.sizes.heads} heads, {what.sizes.queries} queries and "
             f"{what.sizes.keys} keys, and q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
         )
-    keys, pairs = _of_layout(what, batch, sizes.heads, functools.reduce(_narrower, spans) if spans else None)
-    return keys._replace(causal=is_causal), pairs
+    keys, pairs = _of_layout(what, batch, sizes.heads)
+    narrow = functools.reduce(_narrower, spans) if spans else None
+    found = functools.reduce(torch.logical_and, there) if there else None
+    return keys._replace(spans=narrow, there=found, causal=is_causal), pairs
 
 
-def _of_layout(what: Layout, batch: int, heads: int, spans: Tensor | None) -> tuple[Keys, int]:
+def _of_layout(what: Layout, batch: int, heads: int) -> tuple[Keys, int]:
     pairs = batch * what.computed * (heads // what.sizes.heads)
-    return Keys(what.starts, what.runs, what.bits, None, spans, what.tile, what.tile, False), pairs
+    return Keys(what.starts, what.runs, what.bits, None, None, None, what.tile, what.tile, False), pairs
 
 
 def pattern_of(what: object) -> Pattern:
@@ -151,15 +164,16 @@ def pattern_of(what: object) -> Pattern:
 
 def known_part(
     what: Pattern, is_causal: bool, is_known: Callable[[Documents], bool]
-) -> tuple[Pattern, list[Documents | Spans]]:
-    """Return (what of a pattern is known before the step, documents that are not): it allows what all of these do.
+) -> tuple[Pattern, list[Documents | Spans | Padding]]:
+    """Return (what of a pattern is known before the step, documents and padding that are not): it allows what all of
+    these do.
 
     `is_causal`: whether that is one factor more. `is_known`: whether documents are.
     """
     known: list[Pattern] = [Everything(), *([Causal()] if is_causal else [])]
-    said: list[Documents | Spans] = []
+    said: list[Documents | Spans | Padding] = []
     for factor in _factors(what):
-        if isinstance(factor, Spans) or isinstance(factor, Documents) and not is_known(factor):
+        if isinstance(factor, Spans | Padding) or isinstance(factor, Documents) and not is_known(factor):
             said.append(factor)
         else:
             known.append(factor)
@@ -200,6 +214,20 @@ def _spans(of: Documents | Spans, batch: int, sizes: Sizes, part: Part | None) -
     return torch.searchsorted(places(part.keys).to(spans.device), spans.long(), out_int32=True)
 
 
+def _there(of: Padding, batch: int, sizes: Sizes, part: Part | None) -> Tensor:
+    """Return which keys are no padding, bool [batch or 1, keys]."""
+    num = sizes.keys if part is None else part.sizes.keys
+    _check_padding(of, batch, num)
+    return of.there if part is None else of.there.index_select(1, places(part.keys).to(of.there.device))
+
+
+def _check_padding(of: Padding, batch: int, num: int) -> None:
+    if of.there.shape[0] not in (1, batch) or of.there.shape[1] != num:
+        raise ValueError(
+            f"sparse.padding: expected a mask [{batch} or 1, {num}], a token of each key, got {list(of.there.shape)}."
+        )
+
+
 def _of_ends(of: Documents, batch: int, sizes: Sizes) -> Tensor:
     if sizes.queries != sizes.keys:
         raise ValueError(f"sparse.documents: {sizes.queries} queries and {sizes.keys} keys are not of one row.")
@@ -214,6 +242,8 @@ def check_part(q: Tensor, k: Tensor, v: Tensor, what: What, num: int) -> None:
         for factor in _factors(pattern_of(what)):
             if isinstance(factor, Documents):
                 _check_documents(factor, q.shape[0], num)
+            elif isinstance(factor, Padding):
+                _check_padding(factor, q.shape[0], num)
 
 
 def _check_documents(of: Documents, batch: int, num: int) -> None:
@@ -247,4 +277,4 @@ def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool, part: Pa
     index = index.expand(batch, sizes.heads, num, index.shape[3])
     per_query = min(index.shape[3] * what.block_k, sizes.keys)
     pairs = batch * sizes.heads * sizes.queries * per_query
-    return Keys(None, None, None, index, None, what.block_q, what.block_k, is_causal), pairs
+    return Keys(None, None, None, index, None, None, what.block_q, what.block_k, is_causal), pairs

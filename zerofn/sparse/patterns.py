@@ -282,6 +282,17 @@ class Spans(Pattern):
     ends: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Padding(Pattern):
+    """All keys but padding. `there` bool [rows or 1, keys]: False of padding."""
+
+    there: Tensor
+
+    def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
+        """Raise `ValueError`: it is known in a step alone."""
+        raise ValueError("sparse.padding: each row has its own, which goes with other patterns by & alone.")
+
+
 @dataclass(frozen=True)
 class Function(Pattern):
     """A user's function of (head, query, key)."""
@@ -363,6 +374,26 @@ def documents(cu_seqlens: Tensor) -> Pattern:
         )
     # A layout is made of it once: what is written to the tensor later does not count.
     return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
+
+
+@checked()
+def padding(mask: Tensor) -> Pattern:
+    """All keys but padding: no token looks at it.
+
+    `mask` [rows or 1, keys], booleans or integers as tokenizers return them (`attention_mask`): false or 0 is padding,
+    at either end of a row or between its tokens. It may be a part of a step's batch, and goes with other patterns by
+    `&`. A tile of keys that is all padding costs nothing. Tokens that are padding themselves look at those that are
+    none.
+
+    Raises `TypeError` and `ValueError` for numbers with a fraction, and another shape.
+
+    >>> left = padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])) & causal
+    """
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(f"sparse.padding: mask must be booleans or integers, got {mask.dtype}.")
+    if mask.dim() != 2:
+        raise ValueError(f"sparse.padding: mask must be [rows, keys], got {list(mask.shape)}.")
+    return Padding(mask != 0)
 
 
 def _positive(where: str, name: str, value: int) -> int:
