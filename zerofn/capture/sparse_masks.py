@@ -31,7 +31,8 @@ from ..ops.block_attention import NUMBERS
 from ..ops.registry import SAME, base_name
 from ..sparse.attention import by_layout, known
 from ..sparse.layout import Layout, layout
-from ..sparse.patterns import Band, Everything, Given, Pattern, Sizes, booleans_of, spans_of
+from ..sparse.patterns import Band, Everything, Given, Pattern, Sizes, booleans_of
+from ..sparse.rows import spans_of
 from . import known_values
 from .known_values import Values, looked_at_once
 from .moved_elements import elements_of, root_of

@@ -20,7 +20,8 @@ from ..sparse.attention import What, pattern_of
 from ..sparse.blocks import Blocks
 from ..sparse.layout import Layout
 from ..sparse.part import places as places_of
-from ..sparse.patterns import Pattern, Spans
+from ..sparse.patterns import Pattern
+from ..sparse.rows import Spans
 from ..sparse.use import layout_in_use
 from ..util.arguments import checked
 from ..util.patches import Patches, Replacement

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..comm.mesh import Axis, Mesh
-from ..sparse.patterns import spans_of
+from ..sparse.rows import spans_of
 from ..util.arguments import checked
 from .chunks import Chunks, chunks_for
 

@@ -32,7 +32,8 @@ from . import deepspeed
 from .attention import attention
 from .blocks import Blocks, chosen
 from .layout import Layout, layout
-from .patterns import Pattern, causal, documents, everything, padding, pattern, prefix, sinks, sliding_window
+from .patterns import Pattern, causal, everything, pattern, prefix, sinks, sliding_window
+from .rows import documents, padding
 from .use import use
 
 __all__ = [

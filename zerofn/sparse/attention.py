@@ -14,7 +14,8 @@ from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
-from .patterns import Both, Causal, Documents, Everything, Function, Padding, Pattern, Sizes, Spans
+from .patterns import Both, Causal, Everything, Function, Pattern, Sizes
+from .rows import Documents, Padding, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
 
