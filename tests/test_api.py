@@ -38,7 +38,7 @@ PUBLIC = {
     passes: "after before standard Context Pass PassError",
     schedules: "balance best check fill make messages simulate stage_costs usual_limit Action "
     "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
-    sparse: "attention causal chosen deepspeed documents everything layout pattern prefix sinks sliding_window use "
+    sparse: "attention causal chosen deepspeed documents everything layout padding pattern prefix sinks sliding_window use "
     "Blocks Layout Pattern",
     parallel: "attention balanced_chunks context cross_entropy pipe split_sequence tensor tiled_loss Chunks Slice",
 }
