@@ -38,8 +38,8 @@ PUBLIC = {
     passes: "after before standard Context Pass PassError",
     schedules: "balance best check fill make messages simulate stage_costs usual_limit Action "
     "Compute Costs Edge Kind Message NAMES Part Placement Receive Schedule Send Sent Timeline",
-    sparse: "attention causal chosen deepspeed documents everything layout padding pattern prefix sinks sliding_window use "
-    "Blocks Layout Pattern",
+    sparse: "attention causal chosen deepspeed documents everything layout padding pattern prefix sinks sliding_window "
+    "use Blocks Layout Pattern",
     parallel: "attention balanced_chunks context cross_entropy pipe split_sequence tensor tiled_loss Chunks Slice",
 }
 MODULES = ["collectives", "moe", "optim", "parallel", "passes", "random", "schedules", "sparse"]  # the public ones
