@@ -72,23 +72,10 @@ def run_notebook(path: Path) -> None:
     (target / f"{path.stem}.md").write_text(re.sub(r"\x1b\[[0-9;]*m", "", text))
 
 
-def section(text: str, title: str) -> str:
-    """Return a section of the README, without its title."""
-    start = text.index(f"\n## {title}\n") + len(title) + 5
-    return text[start : text.find("\n## ", start)].strip()
-
-
 def generate() -> None:
     """Write the pages that are made of other files."""
-    readme = (ROOT / "README.md").read_text()
-    results = ROOT / "benchmarks/results"
-    for picture in results.glob("*.png"):
+    for picture in (ROOT / "benchmarks/results").glob("*.png"):
         shutil.copy(picture, OUT / picture.name)
-    costs = "What it costs, beside the others"
-    table, _, _ = section(readme, costs).partition(" [More]")
-    table = re.sub(_LINK, r"\1", table) + "\n\n![Step times and memory](step.png)"
-    page = OUT / "performance.md"
-    page.write_text(page.read_text().replace(f"<!-- README: {costs} -->", table))
     design = (ROOT / "design.md").read_text()
     (OUT / "design.md").write_text(re.sub(_LINK, r"\1", design).replace("```python", "```py"))
     (OUT / "rooms.md").write_text(rooms())
