@@ -170,7 +170,7 @@ def test_a_model_of_fewer_parts_than_stages_is_refused():
         zerofn.plan(train_step, init_state, batch(), mesh={"pipe": 6}, **OPTIONS)
 
 
-SLOWER = "pipe 2 as advice: data=2 is 1.30 times as fast; with stages 10% of a step is idle, at 8 microbatches"
+SLOWER = "pipe 2 is not recommended: data=2 is 1.30 times as fast; with 8 microbatches, ranks wait for 10% of a step"
 
 
 def row_of(sizes, speed, **pipelined):
@@ -183,7 +183,7 @@ def row_of(sizes, speed, **pipelined):
 
 @pytest.mark.parametrize(("speed", "crossing", "told"), [
     (100, 0.1, [f"{SLOWER}."]),
-    (100, 0.6, [f"{SLOWER}; layers are small: to send what one makes takes 60% of its forward pass."]),
+    (100, 0.6, [f"{SLOWER}; layers are small: sending the output of one takes 60% of its forward pass."]),
     (130, 0.6, []),
 ])  # fmt: skip
 def test_a_faster_mesh_than_one_with_stages_is_told_with_the_reason(speed, crossing, told):
@@ -199,7 +199,7 @@ def test_auto_says_where_stages_are_not_tried():
     assert {row.config.grid for row in table} == {"data=2", "pipe=2"}
     once = lambda state, x: (state.apply_gradients(state.value_and_grad(loss_fn)(x)[1]), None)  # noqa: E731
     told = zerofn.plan(lambda mesh: (once, None), init_state, batch(), mesh="auto", **shallow).left_out
-    assert "pipe 2: 50% of a step idle at 1 microbatch; from 4 on it is tried." in told
+    assert "pipe 2: ranks would wait for 50% of a step with 1 microbatch; it is tried from 4 microbatches on." in told
     near = {**OPTIONS, "stage": 1}
     told = zerofn.plan(lambda mesh: (once, None), init_state, batch(), mesh="auto", world=2, **near).left_out
-    assert any(x.startswith("pipe 2: stages on parts of a node") and "--mesh pipe=2,data=1" in x for x in told)
+    assert any(x.startswith("pipe 2: stages within a node") and "--mesh pipe=2,data=1" in x for x in told)

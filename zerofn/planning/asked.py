@@ -1,4 +1,4 @@
-"""What is asked of a planner: a step, and the ways to train that a table shows."""
+"""The questions to a planner: which step, and which ways to train a table should show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ Cuts = Mapping[str, Cut | Sequence[Cut]]
 
 
 class Layers(NamedTuple):
-    """A model of `number` layers, of which all but the first `odd` are alike. `step`: the same step, with fewer."""
+    """A model of `number` layers, of which all but the first `odd` are alike. `step`: makes the same step with fewer
+    layers.
+    """
 
     number: int
     odd: int
@@ -35,9 +37,10 @@ class Layers(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is planned: the arguments of `zerofn.plan`. `layers`: where the same step can be made with fewer. `written`:
-    the cuts as code, where they are not the usual ones. `again`: as in `Config`. `otherwise`: what is planned where
-    this cannot be.
+    """A step to plan: the arguments of `zerofn.plan`.
+
+    `layers`: how to make the same step with fewer layers, if that is possible. `written`: the cuts as code, if they are
+    not the usual ones. `again`: as in `Config`. `otherwise`: the step to plan if this one cannot be planned.
     """
 
     train_step: Callable[[Any, Any], Any]
@@ -66,8 +69,8 @@ class Step(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The ways to train that are asked for: for each argument of `shard` or `compile` one value, a list of them, or
-    "all".
+    """The ways to train that a table should show: for each argument of `shard` or `compile` one value, a list of
+    values, or "all".
     """
 
     stage: Any = ALL
@@ -79,7 +82,9 @@ class Asked(NamedTuple):
 
 
 class Initial:
-    """The states that functions make, once for each precision: recording one takes longer than laying it out."""
+    """The states that initialisation functions make, stored once for each precision: recording one takes longer than
+    laying it out.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Any, Any]] = {}
@@ -98,12 +103,12 @@ def listed(x: Any) -> list[Any]:
 
 
 def halves(machine: Machine) -> str:
-    """Return the half precision that a machine computes in: before Ampere, GPUs have no bfloat16."""
+    """Return the half precision in which a machine computes: GPUs before Ampere have no bfloat16."""
     return "bf16" if "bfloat16" in machine.flops else "fp16"
 
 
 def wide_axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
-    """Return the axes of several ranks, as `Config.mesh` has them."""
+    """Return the axes with more than one rank, as `Config.mesh` stores them."""
     return tuple((axis.name, axis.size) for axis in mesh.axes if axis.size > 1)
 
 

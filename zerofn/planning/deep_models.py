@@ -1,9 +1,9 @@
-"""Deep models by shallow ones: what a step takes with many layers, from two plans of it with few.
+"""Estimates for deep models: bytes and seconds of a step with many layers, from two plans of the step with few.
 
-Layers that are alike add the same bytes and the same seconds each, once there are so many that the first and the last
-ones do not meet. Static buffers are shared by all layers and do not grow. What is left are waits and packing, which
-differ by some percent: so estimates tell which meshes to plan in full, and of the others what they would be. Where
-latency is longer than computation, ever more units are under way at a time, and memory is estimated too low.
+Each of several equal layers adds the same bytes and the same seconds, once the model is so deep that its first and last
+layers do not interact. All layers share static buffers, which do not grow. Waits and packing differ by a few percent.
+So estimates choose which meshes to plan in full, and describe the others. If latency is longer than computation, the
+number of units in flight grows with depth, and the estimate of memory is too low.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def depths_of(layers: Layers) -> tuple[int, int]:
 
 
 def is_deep(step: Step, remat: str | None) -> bool:
-    """Return whether a step is estimated first: it has more layers than both plans together, and no budget, which it
-    would use up with few layers, too.
+    """Return whether a step is estimated first: it has more layers than both small plans together, and no memory
+    budget. (With a budget, a step with few layers would use all of it, too.)
     """
     return step.layers is not None and remat != BUDGET and step.layers.number > sum(depths_of(step.layers))

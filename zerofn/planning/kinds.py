@@ -1,6 +1,6 @@
-"""Plans of steps of several kinds: 1-bit optimizers before and behind their freeze step, and rounds of `diloco`.
+"""Plans of steps of several kinds: 1-bit optimizers before and after their freeze step, and rounds of `diloco`.
 
-A row is of the kind that most steps are of. What it needs is the most that one of any kind does.
+A row of the table describes the kind that most steps have. The memory that it needs is the maximum over all kinds.
 """
 
 from __future__ import annotations

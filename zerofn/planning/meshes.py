@@ -1,4 +1,4 @@
-"""Which mesh? Enumerate the meshes of some ranks, leave out what cannot be the fastest, and plan the others."""
+"""Which mesh? List the meshes of a number of ranks, leave out those that cannot be the fastest, and plan the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALL = 0.25  # of a stage's forward pass: where a transfer to the next stage ta
 
 
 class PlannedMeshes(NamedTuple):
-    """What has been planned: rows, sentences on what was left out, and the name of the step."""
+    """The result for all meshes: rows, a sentence for each mesh that was left out, and the name of the step."""
 
     rows: list[Row]
     left_out: list[str]
@@ -28,9 +28,9 @@ class PlannedMeshes(NamedTuple):
 def rows_of_meshes(
     step_on: Callable[[Mesh], Step], world: int, machine: Machine, machine_argument: str, asked: Asked
 ) -> PlannedMeshes:
-    """Return rows on every mesh of `world` ranks that may be the fastest, the fastest first.
+    """Return rows for every mesh of `world` ranks that may be the fastest, the fastest first.
 
-    `step_on`: the step for a mesh; it raises `ValueError` for one that the model cannot take.
+    `step_on`: returns the step for a mesh, or raises `ValueError` if the model does not support the mesh.
     """
     narrowed, told = _narrowed(asked, machine)
     search = Search(step_on, machine, machine_argument)
@@ -49,7 +49,7 @@ def rows_of_meshes(
     if beyond and not search.fits:
         plan({EXPERT: expert, TENSOR: n} for expert in experts for n in beyond)
     elif beyond:
-        told.append(f"{several(TENSOR, beyond)}: more ranks than a node has devices, and others fit.")
+        told.append(f"{several(TENSOR, beyond)}: more ranks than a node has devices; smaller sizes fit.")
     search.settle()
     if asked.offload == ALL and not search.fits:
         stages = [stage for stage in listed(narrowed.stage) if stage == 3]
@@ -58,9 +58,9 @@ def rows_of_meshes(
         plan(shapes, narrowed._replace(stage=stages, offload=tiers))
         search.settle()
     elif asked.offload == ALL:
-        told.append("offloading: some meshes fit without; --offload cpu nvme plans it.")
+        told.append("offloading: some meshes fit without it; --offload cpu nvme plans it.")
     if odd := [n for n in range(2, world + 1) if world % n == 0 and n not in (*within, *beyond)]:
-        told.append(f"{several(TENSOR, odd)}: neither a part of a node's devices nor whole nodes.")
+        told.append(f"{several(TENSOR, odd)}: neither divides the devices of a node nor fills whole nodes.")
     if _between(world, per_node):
         told.append(_why_between(world, per_node))
     return PlannedMeshes(search.sorted(), [*search.left_out, *told, *slower_stages(search.rows)], search.name)
@@ -79,8 +79,8 @@ def _plan_experts(
     if several_ranks and len(within) > 1:
         plan({EXPERT: expert, TENSOR: n} for expert in several_ranks for n in within[1:])
         told.append(
-            f"tensor beside other sizes of expert: it was tried with {several(EXPERT, several_ranks)}, the fastest "
-            "that fits without it, or would with half of what it needs."
+            f"tensor with other sizes of expert: it was tried with {several(EXPERT, several_ranks)}, which without "
+            f"tensor is the fastest that fits, or the fastest that needs at most twice the memory."
         )
     return found
 
@@ -88,38 +88,42 @@ def _plan_experts(
 def _plan_stages(
     plan: Callable[[Iterable[Sizes]], None], search: Search, world: int, per_node: int, told: list[str]
 ) -> None:
-    """Plan shapes with stages on whole nodes, where a step has microbatches for two rounds of them or more.
+    """Plan meshes with stages on whole nodes, if a step has at least twice as many microbatches as ranks along `pipe`.
 
-    Within a node links carry what units gather while it computes, and ranks of stages idle besides.
+    Stages within a node are not worth trying: its links can gather units while ranks compute, and ranks with stages
+    also wait for each other.
     """
     sizes = [n for n in range(2, world + 1) if world % n == 0]
     whole = [n for n in sizes if world % per_node == 0 and world // per_node % n == 0]
     if parts := [n for n in sizes if n not in whole]:
         told.append(
-            f"{several(PIPE, parts)}: stages on parts of a node send less over links that are fast, and idle; "
+            f"{several(PIPE, parts)}: stages within a node save transfers on fast links, but wait for each other; "
             f"--mesh pipe={parts[0]},data={world // parts[0]} plans one."
         )
     number = search.microbatches
     for n in (n for n in whole if number < 2 * n):
         told.append(
-            f"{PIPE} {n}: {(n - 1) / (number + n - 1):.0%} of a step idle at {number} microbatch{'es' * (number > 1)}; "
-            f"from {2 * n} on it is tried."
+            f"{PIPE} {n}: ranks would wait for {(n - 1) / (number + n - 1):.0%} of a step with {number} "
+            f"microbatch{'es' * (number > 1)}; it is tried from {2 * n} microbatches on."
         )
     plan({PIPE: n} for n in whole if number >= 2 * n)
 
 
 def slower_stages(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield why stages are not recommended, for each number of them of which a row fits, if another mesh is faster."""
+    """For each number of stages that fits, yield why it is not recommended, if another mesh is faster."""
     fitting = [row for row in rows if row.fits]
     other = max((row for row in fitting if row.config.sizes.get(PIPE, 1) == 1), key=lambda row: row.speed, default=None)
     for n in sorted({row.config.sizes.get(PIPE, 1) for row in fitting} - {1}):
         row = max((row for row in fitting if row.config.sizes.get(PIPE, 1) == n), key=lambda row: row.speed)
         if other is None or row.pipelined is None or other.speed <= row.speed:
             continue
-        why = f"with stages {row.pipelined.idle:.0%} of a step is idle, at {row.pipelined.microbatches} microbatches"
+        why = f"with {row.pipelined.microbatches} microbatches, ranks wait for {row.pipelined.idle:.0%} of a step"
         if row.pipelined.crossing > SMALL:
-            why += f"; layers are small: to send what one makes takes {row.pipelined.crossing:.0%} of its forward pass"
-        yield f"{PIPE} {n} as advice: {other.config.grid} is {other.speed / row.speed:.2f} times as fast; {why}."
+            why += (
+                f"; layers are small: sending the output of one takes {row.pipelined.crossing:.0%} of its forward pass"
+            )
+        faster = f"{other.config.grid} is {other.speed / row.speed:.2f} times as fast"
+        yield f"{PIPE} {n} is not recommended: {faster}; {why}."
 
 
 def _plan_context(
@@ -130,9 +134,10 @@ def _plan_context(
     within: Sequence[int],
     told: list[str],
 ) -> None:
-    """Plan shapes with a context axis where whole sequences do not fit without recomputation.
+    """Plan meshes with a context axis, if whole sequences do not fit without recomputation.
 
-    Where they do, ranks with parts of a row would gather and send as much for fewer tokens, and exchange heads besides.
+    If they fit, `context` cannot be faster: ranks would gather and send as many bytes for fewer tokens, and also
+    exchange heads.
     """
     sizes, within = within[1:], [n for n in within if search.takes({EXPERT: expert, TENSOR: n})]
     tight = [n for n in within if not search.fits_as_it_is({EXPERT: expert, TENSOR: n})]
@@ -140,15 +145,17 @@ def _plan_context(
     if sizes and len(tight) < len(within):
         beside = [several(EXPERT, [expert])] if expert > 1 else []
         beside += [several(TENSOR, [n for n in within if n not in tight])] if tight else []
-        there = f" beside {' and '.join(beside)}" if beside else ""
-        told.append(f"{several(CONTEXT, sizes)}{there}: whole sequences fit, and parts of them send more for a token.")
+        there = f" with {' and '.join(beside)}" if beside else ""
+        told.append(
+            f"{several(CONTEXT, sizes)}{there}: whole sequences fit, and parts of sequences send more bytes a token."
+        )
 
 
 def meshes(world: int, per_node: int, shapes: Iterable[Sizes]) -> Iterator[dict[str, int]]:
-    """Yield the meshes of `world` ranks, on nodes of `per_node`, with such sizes of the axes that change a model.
+    """Yield the meshes of `world` ranks, on nodes of `per_node`, with the given sizes of the axes that change a model.
 
-    Units are cut over all ranks, or over those of one node with replicas on every node. Axes have the order of the
-    mesh: along the last one, which sends most, ranks are neighbours.
+    Units are sharded over all ranks, or over the ranks of one node with a replica on every node. Axes have the order of
+    the mesh: ranks along the last axis, which sends most, are neighbours.
     """
     for shape in shapes:
         inner = math.prod(shape.values())
@@ -181,10 +188,10 @@ def _between(world: int, per_node: int) -> list[int]:
 
 def _why_between(world: int, per_node: int) -> str:
     return f"{several(REPLICATE, _between(world, per_node))}: " + (
-        "replicas within a node keep more, and send over the same links."
+        "replicas within a node need more memory, and send over the same links."
         if world <= per_node
-        else "replicas of parts of a node, or of several nodes, keep more than those of one node or of none, and "
-        "send over the same links."
+        else "replicas on parts of a node, or on several nodes, need more memory than replicas on one node or none, "
+        "and send over the same links."
     )
 
 
@@ -199,10 +206,12 @@ def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
     if asked.stage == ALL:
         asked = asked._replace(stage=list(STAGES))
         told.append(
-            "stages 0 and 2, and 3 where 1 fits: as 1 with one batch a step, or they keep or send more; "
-            "--stage 0 1 2 3 plans them."
+            "stages 0 and 2, and 3 where 1 fits: like stage 1 with one batch a step, or they need more memory or send "
+            "more; --stage 0 1 2 3 plans them."
         )
     if asked.precision == ALL and machine.device != "cpu":
         asked = asked._replace(precision=halves(machine))
-        told.append("full precision: larger, and slower where matrix products take long; --precision none plans it.")
+        told.append(
+            "full precision: needs more memory, and is slower if matrix products take long; --precision none plans it."
+        )
     return asked._replace(offload=None if asked.offload == ALL else asked.offload), told

@@ -1,4 +1,4 @@
-"""Pictures of memory over a step."""
+"""Pictures of a step's memory over time."""
 
 from __future__ import annotations
 

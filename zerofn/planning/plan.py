@@ -1,4 +1,4 @@
-"""`Plan`: what a step needs and does, known before it runs."""
+"""`Plan`: the memory that a step needs and the bytes that it moves, computed before it runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Memory:
     """Bytes of one rank.
 
     `peak`: by kind, at the moment when the device holds most; `where`: the operation at that moment. `there`, `host`
-    and `disk`: what lies on the device, in host memory and on drives all the time. `static_buffers`: the part of
+    and `disk`: bytes on the device, in host memory and on drives during the whole step. `static_buffers`: the part of
     `there` that is reserved for gathered units and gradients; `used`: the most of it in use at one time. `over_time`:
     bytes on the device while each operation runs, by kind.
     """
@@ -64,9 +64,9 @@ class Memory:
 
 
 class Plan:
-    """What a captured and scheduled step needs and does on one of `world` ranks.
+    """The memory that a captured and scheduled step needs on one of `world` ranks, and the bytes that it moves.
 
-    `machine`: the machine that it was planned for; None for a step of this process.
+    `machine`: the machine for which the step was planned; None for a step of this process.
     """
 
     def __init__(self, program: Program, machine: Machine | None = None, fake: FakeMachine | None = None) -> None:
@@ -99,17 +99,16 @@ class Plan:
         )
 
     def memory(self) -> Memory:
-        """Return bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` saved for the backward
-        pass, `staging` buffers of offloading, `other`, and static buffers that are `reserved` and not in use at
-        the moment.
+        """Return bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` saved for the backward pass,
+        `staging` buffers of offloading, `other`, and static buffers that are `reserved` but not in use at the moment.
 
-        Workspace that operations allocate while they run is not known, but for that of logits in tiles.
+        Workspace that operations allocate while they run is not counted, except that of logits in tiles.
         """
         return self._memory
 
     def transfers(self) -> Counter[Traffic]:
-        """Return what the step moves -> how often: bytes sent to other ranks along each axis of the mesh, read from and
-        written to drives, copied to and from host memory.
+        """Return what the step moves, and how often: bytes sent to other ranks along each axis of the mesh, read from
+        and written to drives, copied to and from host memory.
         """
         return self._transfers.copy()
 
@@ -119,17 +118,17 @@ class Plan:
             return traffic(self.program.gm, self.program.mesh)
 
     def there(self) -> contextlib.AbstractContextManager[None]:
-        """Enter the fake machine that the step was captured for: what is on the device and what on the host is known
-        there alone.
+        """Enter the fake machine for which the step was captured: only this machine knows which tensors are on the
+        device and which on the host.
         """
         return self._fake() if self._fake is not None else contextlib.nullcontext()
 
     def timeline(self, machine: Machine | str | os.PathLike[str] | None = None) -> Timeline:
         """Return a simulated step: when each operation and transfer runs.
 
-        `machine`: for a step of this process, the profile that `zerofn profile` wrote here. Every operation is
-        then run once, on made-up values, to measure its time, and all ranks must call it. For another machine
-        the plan already names it.
+        `machine`: for a step of this process, the profile that `zerofn profile` has written on this machine. Every
+        operation is then run once, on made-up values, to measure its time, and all ranks must call the method. For
+        another machine, leave it out: the plan already names the machine.
 
         Raises `ValueError` for a machine that is neither the planned one nor this one.
         """
@@ -154,9 +153,11 @@ class Plan:
 
     @cached_property
     def break_even(self) -> BreakEven | None:
-        """On which links codes are worth it (`shard(wire=...)`): those that the step has, or int8. None if it sends no
-        unit, for a stage of a pipeline, which is simulated with the others, and for a step of this process, whose links
-        are not known.
+        """On which links codes are worth their cost (`shard(wire=...)`): the codes of this step, or int8 if it has
+        none.
+
+        None if the step sends no unit, for a stage of a pipeline (stages are simulated together), and for a step of
+        this process, whose links are not known.
         """
         mesh = self.program.mesh
         if self.machine is None or self.world == 1 or (mesh is not None and mesh.stages.size > 1):
@@ -165,21 +166,21 @@ class Plan:
             return break_even(self.graph, self.machine, self.world, mesh)
 
     def collectives(self) -> dict[Traffic, int]:
-        """Return transfers between ranks -> times a step, in order of first use. Bytes are those that a rank sends
-        each time.
+        """Return transfers between ranks and how often they happen in a step, in order of first use. Bytes are those
+        that a rank sends each time.
         """
         return {x: times for x, times in self.transfers().items() if x.how == SENT}
 
     @property
     def sent(self) -> int:
-        """Return the bytes that a rank sends to others in a step; it receives as many."""
+        """Return the bytes that a rank sends to other ranks in a step; it receives as many."""
         return sum(x.nbytes * times for x, times in self.collectives().items())
 
     @property
     def sent_along(self) -> dict[str, int]:
         """Return the bytes that a rank sends in a step along each axis of the mesh, by the axis's name.
 
-        What is summed over the ranks of several axes at once counts under both names: "replicate x data".
+        A sum over the ranks of several axes counts under the names of all of them: "replicate x data".
         """
         found: Counter[str] = Counter()
         for x, times in self.collectives().items():
@@ -188,28 +189,30 @@ class Plan:
 
     @property
     def flops(self) -> Flops:
-        """Return the operations of matrix products of a rank in a step: `model` and, to save memory, `again`."""
+        """Return the floating-point operations in a rank's matrix products in a step: `model`, and `again` for products
+        that are recomputed to save memory.
+        """
         with self.there():
             return flops_of_step(self.program)
 
     @property
     def mfu(self) -> float | None:
-        """Return the share of the bfloat16 products that the planned machine's data sheet promises; None without a
-        machine, or for one without a data sheet.
+        """Return the rate of matrix products as a share of the bfloat16 rate in the planned machine's data sheet; None
+        without a machine, or for one without a data sheet.
         """
         peak = None if self.machine is None else peak_of(self.machine.name)
         return None if peak is None else self.flops.model / self.timeline().seconds / peak
 
     @property
     def float8(self) -> dict[str, str] | None:
-        """Map each matrix of the parameters to "" if products with it are float8, or to why those of all or of some
-        calls are not; None without `precision="fp8"`.
+        """Map each matrix of the parameters to "" if its products are float8, or else to the reason why all or some of
+        them are not; None without `precision="fp8"`.
         """
         return None if self.program.float8 is None else dict(self.program.float8)
 
     @property
     def num_batches(self) -> int:
-        """Return the number of parts that a batch has, over all ranks: along some axes they have the same part."""
+        """Return the number of different parts of the batch over all ranks: along some axes ranks share a part."""
         return 1 if self.program.mesh is None else self.program.mesh.batch.size
 
     def text(self) -> str:

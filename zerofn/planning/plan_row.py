@@ -1,4 +1,4 @@
-"""A row of a table of plans: one way to train, what it needs and takes, and what to write for it."""
+"""A row of a table of plans: one way to train, its memory and time, and the code to write for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from .rounds import TimedRounds
 
 class Config(NamedTuple):
     """The arguments of `shard` and `compile` for one row of a table ("budget" for a memory budget), and the rows of a
-    rank's batch. `mesh`: the axes of several ranks, (name, size) each; `cuts`: the argument of that name as written,
-    empty where no leaf is cut over one. `again`: whether each shard is cut once more, over the replicas (hpZ). `wire`:
-    beside that of the precision. `rounds`: whether the step is one of `zerofn.diloco`.
+    rank's batch.
+
+    `mesh`: the axes with several ranks, as (name, size). `cuts`: the argument `cuts=` as code, empty if no leaf is cut.
+    `again`: whether each shard is cut once more, over the replicas (hpZ). `wire`: in addition to that of the precision.
+    `rounds`: whether the step is one of `zerofn.diloco`.
     """
 
     stage: int
@@ -115,7 +117,7 @@ class Needs(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """What a step takes that was planned with fewer of its layers: `few` of them, and `more`.
+    """The bytes and seconds of a step, estimated from plans with `few` and with `more` of its layers.
 
     `sent`: bytes of a rank by axis. `bound`: as `Timeline.bound`. `num_batches`: as `Plan.num_batches`.
     """
@@ -129,7 +131,7 @@ class Estimate(NamedTuple):
 
 
 class OtherKind(NamedTuple):
-    """Other steps than those of a row: `number` of the first `until`. `name`: what they are called; `row`: their own
+    """Steps of another kind than a row's: `number` of the first `until` steps. `name`: the kind's name; `row`: its own
     row.
     """
 
@@ -148,9 +150,9 @@ class OtherKind(NamedTuple):
 
 
 class OfStages(NamedTuple):
-    """A rank of a pipeline: the stages on it; elements of its parameters that it computes with; bytes by kind at its
-    peak; the share of a step in which it waits for other stages, and that in which it waits for transfers within its
-    own; bytes that it sends to others in a step.
+    """A rank of a pipeline: its stages; the elements of the parameters with which it computes; bytes by kind at its
+    peak; the shares of a step in which it waits for other stages, and for transfers within its own; the bytes that it
+    sends to others.
     """
 
     stages: tuple[int, ...]
@@ -167,8 +169,8 @@ class OfStages(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """A rank's gradients that are added over others, in bytes: whole, its shards of them, and what it sends for one sum
-    of all.
+    """Bytes of a rank's gradients that are reduced over other ranks: as whole gradients, as the rank's shards, and as
+    sent by one reduction of all of them.
     """
 
     whole: int
@@ -178,8 +180,8 @@ class Sums(NamedTuple):
 
 class Pipelined(NamedTuple):
     """A step as a pipeline: the schedule and the number of microbatches; seconds, and the lane that limits them; each
-    rank along `pipe`; the gradients of the rank that has the most; the largest share of a stage's forward pass that
-    sending its result to the next stage takes.
+    rank along `pipe`; the gradients of the rank that has the most; and the longest transfer to a next stage, as a share
+    of a stage's forward pass.
     """
 
     schedule: str
@@ -235,12 +237,13 @@ def _numbered(stages: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train. `pipelined`: what is known of its stages, if the mesh has several. `microbatches`: over which a
-    step accumulates. `others`: other kinds of steps, if there are several. `rounds`: what replicas that train apart
-    send one another; then seconds, speed and bytes are those of a step on average.
+    """One way to train.
 
-    `plan`: of the rank that needs the most. None if the state alone is too large, and nothing else was tried; and for
-    an `estimate`. `lacks`: what the machine has too little of, empty if it fits.
+    `pipelined`: the plan of its stages, if the mesh has several. `microbatches`: the number over which a step
+    accumulates. `others`: other kinds of steps, if the step has several. `rounds`: what replicas that train apart send
+    one another; seconds, speed and bytes are then averages over a round. `plan`: of the rank that needs the most. None
+    if the state alone is too large, and nothing else was tried; and for an `estimate`. `lacks`: what the machine has
+    too little of, empty if the row fits.
     """
 
     config: Config

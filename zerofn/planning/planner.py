@@ -1,4 +1,4 @@
-"""`plan`: what a step needs and does on a cluster that need not exist."""
+"""`plan`: the memory and time of a step, on a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -46,30 +46,30 @@ def plan(
     """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
     recommended.
 
-    The user's own step is captured on tensors without memory: no data is read, nothing is allocated or sent, and
-    neither ranks nor devices need exist. `init_state`: as for `shard`. `batch`: one rank's batch, of tensors with
-    or without memory; `rows` replaces its size in dim 0. `machine`: a name such as "H100-8", several nodes of it
-    ("8 x H100-8"), a file from `zerofn profile`, or a `zerofn.Machine`. `world`: by default all devices of such
-    nodes, or 8. `stage`, `offload`, `precision`, `remat` and `wire` take one argument of `shard` or `compile`, or a
-    list of them; "all", which `wire` does not take, tries every one that makes a difference. `remat="budget"` is
+    `plan` captures your own step on tensors without memory: it reads no data, allocates and sends nothing, and needs
+    neither the ranks nor their devices. `init_state`: as for `shard`. `batch`: one rank's batch, of tensors with or
+    without memory; `rows` replaces its size in dim 0. `machine`: a name such as "H100-8", several nodes of it ("8 x
+    H100-8"), a file from `zerofn profile`, or a `zerofn.Machine`. `world`: by default all devices of these nodes, or 8.
+    `stage`, `offload`, `precision`, `remat` and `wire` take one argument of `shard` or `compile`, or a list of them;
+    "all", which `wire` does not take, tries every value that makes a difference. `remat="budget"` is
     `compile(memory=...)` with the device's memory. `memory`: bytes of a device, or a text such as "24GiB", instead of
-    the machine's; 1 GiB of it is left to CUDA.
+    the machine's; 1 GiB of it is reserved for CUDA.
 
-    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`. `hpz`: as for `shard`. A model
-    that is cut over `tensor` is made for a mesh that need not exist, and its cuts are given, too:
+    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`. `hpz`: as for `shard`. To slice
+    a model over `tensor`, make it for a planned mesh, and pass its cuts:
 
         mesh = zerofn.Mesh.planned({"data": 4, "tensor": 2})
         model = zerofn.skeleton(build)
         cuts = zerofn.parallel.tensor(model, mesh)
         table = zerofn.plan(train_step, init_state, batch, mesh=mesh, cuts=cuts)
 
-    Over `pipe` the model is cut as by `parallel.pipe` if `cuts` do not say how; `row.pipelined` has all stages.
+    Over `pipe`, the model is cut by `parallel.pipe` unless `cuts` contains stages; `row.pipelined` has all stages.
 
-    `mesh="auto"` plans on all meshes that may be the fastest one; `table.left_out` says which are not, and why. Each
-    needs a model of its own, so `train_step` is then a function of a mesh that returns (train step, cuts or None), and
-    for a mesh with an axis `context` (train step, cuts or None, batch), with a rank's part of the sequences of `batch`.
-    What is not asked for explicitly is narrowed: half precision, stages 1 and 3, and offloading only where nothing
-    fits without.
+    `mesh="auto"` plans all meshes that may be the fastest; `table.left_out` lists the others, with the reasons. Each
+    mesh needs its own model, so `train_step` is then a function of a mesh that returns (train step, cuts or None). For
+    a mesh with an axis `context` it returns (train step, cuts or None, batch), with a rank's part of the sequences of
+    `batch`. Arguments that you leave out are narrowed: half precision, stages 1 and 3, and offloading only if nothing
+    fits without it.
 
     Raises `ValueError` for unknown arguments, `zerofn.CaptureError` for a step that cannot be captured.
     """

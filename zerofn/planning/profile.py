@@ -1,4 +1,4 @@
-"""`Profile`: the measured time and memory of a step, beside the predicted ones."""
+"""`Profile`: the measured time and memory of a step, together with the predicted ones."""
 
 from __future__ import annotations
 
@@ -70,9 +70,10 @@ class Clock:
 class Profile:
     """A measured step.
 
-    `seconds`: its whole time, between other steps. `nodes`: (operation, start, seconds), from the start of the
-    step, which is at `began` seconds since the epoch. `memory`: the most bytes allocated while each operation ran,
-    beyond what is held all the time. `reserved`: bytes that the allocator of a GPU held, None on the host.
+    `seconds`: the time of the whole step, measured between other steps. `nodes`: (operation, start, seconds), from the
+    start of the step, which is at `began` seconds since the epoch. `memory`: the most bytes allocated while each
+    operation ran, not counting those held during the whole step. `reserved`: bytes that the allocator of a GPU held,
+    None on the host.
     """
 
     def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int], predicted: Timeline | None) -> None:

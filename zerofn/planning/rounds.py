@@ -1,4 +1,4 @@
-"""A step of `diloco`, captured, and the plan of its rounds."""
+"""A captured step of `diloco`, and the plan of its rounds."""
 
 from __future__ import annotations
 
@@ -173,9 +173,10 @@ class TimedRounds(NamedTuple):
 
 
 class RoundPlan:
-    """What a round of `diloco` needs and does: `every` inner steps, of which `inner` is the plan, and what replicas
-    send one another meanwhile, `between` bytes by a rank. `together`: the plan of a step that all ranks take together;
-    None if replicas train apart already.
+    """The plan of a round of `diloco`: `every` inner steps and their outer step.
+
+    `inner` is the plan of an inner step. In a round, a rank also sends `between` bytes to other replicas. `together`:
+    the plan of a step that all ranks take together; None if replicas already train apart.
     """
 
     def __init__(self, step: Diloco, inner: Plan, rounds: Rounds, mesh: Mesh, together: Plan | None) -> None:
@@ -199,13 +200,14 @@ class RoundPlan:
         seconds: float | None = None,
         rate: float | None = None,
     ) -> int:
-        """Return from which number of inner steps on the link between replicas does not bound the run: what a round
-        sends takes no longer than its inner steps.
+        """Return the least number of inner steps in a round at which the link between replicas is not the bottleneck:
+        the transfers of a round take no longer than its inner steps.
 
-        `machine`: for what is not given, as `compile` takes it; one that was measured must be this one, and all ranks
-        must call. `seconds`: of an inner step. `rate`: bytes per second that a rank sends to other replicas.
+        `machine`: for arguments that are left out, as `compile` takes it; if it was measured, it must be this machine,
+        and all ranks must call. `seconds`: of an inner step. `rate`: bytes per second that a rank sends to other
+        replicas.
 
-        Raises `ValueError` for numbers that are not positive, and without a machine where one of them is missing.
+        Raises `ValueError` for numbers that are not positive, and if a number and the machine are both missing.
         """
         if machine is None and (seconds is None or rate is None):
             raise ValueError(

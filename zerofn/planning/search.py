@@ -1,4 +1,4 @@
-"""Plan a step on one mesh after the other: deep models are estimated first, and what may be the fastest is planned."""
+"""Plan a step on one mesh after the other. Deep models are estimated first, then planned where they may be fastest."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Search:
             found.setdefault((BETWEEN.join(shape), why), []).append(BETWEEN.join(map(str, shape.values())))
         told = [f"{name} {', '.join(sizes)}: {why}" for (name, why), sizes in found.items()]
         return told + [
-            f"~ is an estimate, from plans of {few} and of {more} of the {number} layers: a row without is planned in "
-            "full, as are all that may be faster."
+            f"~ is an estimate, from plans of {few} and of {more} of the {number} layers. Rows without ~ are planned "
+            "in full, and so is every row that may be faster."
             for few, more, number in self._depths
         ]
 
@@ -84,11 +84,11 @@ class Search:
         return max((row.microbatches for row in self.rows), default=1)
 
     def takes(self, sizes: Sizes) -> bool:
-        """Return whether the model has not refused such sizes of the axes for which it is changed."""
+        """Return whether the model may support these sizes of the axes that change it: it has not refused them yet."""
         return all(_shape(sizes) != refused for refused, _ in self._why)
 
     def fits_as_it_is(self, sizes: Sizes) -> bool:
-        """Return whether something fits without recomputation on meshes with such sizes, and whole sequences."""
+        """Return whether a plan fits without recomputation, with these sizes and with whole sequences on each rank."""
         wanted = {**{name: 1 for name, kind in KINDS.items() if kind.tokens}, **sizes}
         return any(
             row.fits and row.config.remat is None and all(row.config.sizes.get(k, 1) == n for k, n in wanted.items())
@@ -96,9 +96,11 @@ class Search:
         )
 
     def promising(self, name: str) -> list[int]:
-        """Return the sizes of an axis beside which others are worth trying: that of the fastest row that fits, and of
-        the fastest that would fit with half of what it needs, which is the most that two ranks of another axis save. If
-        there is neither, of the row that needs the least.
+        """Return the sizes of an axis that are worth combining with a second axis.
+
+        These are the size in the fastest plan that fits, and in the fastest plan that needs at most twice the memory,
+        as a second axis of size 2 saves at most half. If neither exists, the size in the plan that needs the least
+        memory.
         """
         fits = [row for row in self.rows if row.fits]
         near = [row for row in self.rows if row.speed and row.needs.device <= 2 * self._machine.memory]
@@ -120,8 +122,8 @@ class Search:
                 self._why.append((shape, str(error)))
 
     def settle(self) -> None:
-        """Plan in full what is estimated to fit and to be faster than all that is planned; or, if nothing fits, the
-        estimated row that needs the least.
+        """Plan in full every estimated plan that fits and is faster than all full plans; or, if nothing fits, the
+        estimated plan that needs the least memory.
         """
         while True:
             planned = max((row.speed for row in self.rows if row.fits and row.plan is not None), default=0.0)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline in plans: the ranks that run them, and what a step of all of them takes."""
+"""The stages of a pipeline in plans: the ranks that run them, and the time of a step over all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of plans: what fits on a machine, how fast it is, and what to write for it."""
+"""Tables of plans: what fits on a machine, how fast it is, and the code to write for it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _HEAD = (
 
 
 class Table:
-    """Plans for `world` ranks of `machine`, one a row; `best` is recommended. Methods of `Plan` speak of that row.
+    """Plans for `world` ranks of `machine`, one a row; `best` is the recommended row. Methods of `Plan` return those of
+    this row.
 
-    `left_out`: what was not planned, and why, a sentence each.
+    `left_out`: a sentence for each mesh that was not planned, with the reason.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class Table:
 
     @property
     def best(self) -> Row:
-        """The fastest row that fits; of about equally fast ones, the one with the least memory. No estimate.
+        """The fastest row that fits; of rows about equally fast, the one with the least memory. Never an estimate.
 
-        Raises `MemoryError`, which names the nearest miss, if none fits.
+        Raises `MemoryError`, which names the row that nearly fits, if none fits.
         """
         found = self._best
         if found is None:

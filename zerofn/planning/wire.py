@@ -1,4 +1,6 @@
-"""What coded transfers are worth: how much faster a step is on slow links, and from which link on nothing is gained."""
+"""The gain of encoded transfers: how much faster a step is on slow links, and above which rate of links it gains
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ _NEARLY = 0.95  # of the logarithm of the gain on the slowest link
 
 
 class BreakEven(NamedTuple):
-    """What it gains that units are sent as `form`. Rates are bytes per second of a rank on the slowest links that it
-    uses, "between nodes" if `far`.
+    """The gain of sending units as `form`. Rates are bytes per second of a rank on the slowest links that it uses,
+    "between nodes" if `far`.
 
-    `here`: the time of a step without codes over the time with them, on the machine as it is; `most`: on the slowest
-    link of all. `full`: up to which rate nearly that is gained; `none`: from which rate on nothing is, inf where links
-    within nodes bound the step then.
+    `here`: the time of a step without codes over the time with codes, on the machine as it is; `most`: the same on the
+    slowest of all simulated links. `full`: below this rate the gain is nearly `most`. `none`: above this rate nothing
+    is gained; inf if links within nodes then limit the step.
     """
 
     form: str
@@ -59,9 +61,11 @@ class BreakEven(NamedTuple):
 
 
 def break_even(gm: GraphModule, machine: Machine, world: int, mesh: Mesh | None = None) -> BreakEven | None:
-    """Return what a scheduled step gains by the codes that its units are sent in, or would gain by int8, by simulated
-    runs on slower and faster links. None if it sends no unit. Stages 0 to 2, which keep parameters whole, need a second
-    copy of them or of shards for that; what it takes is in a plan with `wire=` alone.
+    """Return the gain of the codes in which a step sends its units, or of int8 if it sends them unchanged. None if it
+    sends no unit.
+
+    The gain comes from simulated runs on slower and faster links. At stages 0 to 2, which hold whole parameters, codes
+    need a second copy of these or of the shards. Only a plan with `wire=` counts the time for this copy.
     """
     form = " and ".join(forms(gm))
     coded, plain = (gm, recoded(gm, None)) if form else (recoded(gm, _USUAL), gm)
