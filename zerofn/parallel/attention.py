@@ -38,36 +38,40 @@ METHODS = ("ulysses", "ring")
 
 @dataclass(frozen=True)
 class SequencesOfHeads:
-    """[..., H, s, D] on each rank, its chunks of all heads -> [..., H / size, size * s, D], its heads' sequences."""
+    """[..., H, s, D] on each rank, its chunks of all heads -> [..., H / size, size * s, D], whole sequences of its
+    heads.
+    """
 
     axis: Axis
     chunks: Chunks
 
     @property
     def transpose(self) -> HeadsOfChunks:
-        """The way back: the map only moves elements."""
+        """The map in the other direction: the map only moves elements."""
         return HeadsOfChunks(self.axis, self.chunks)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
-        """One exchange, and the chunks in order."""
+        """Exchange once, and put the chunks in order."""
         rows = x.unflatten(-3, (self.axis.size, -1)).movedim(-4, 0)
         return (self.chunks.whole(_exchanged(rows, self.axis), -2),)
 
 
 @dataclass(frozen=True)
 class HeadsOfChunks:
-    """[..., H / size, size * s, D] on each rank, its heads' sequences -> [..., H, s, D], its chunks of all heads."""
+    """[..., H / size, size * s, D] on each rank, whole sequences of its heads -> [..., H, s, D], its chunks of all
+    heads.
+    """
 
     axis: Axis
     chunks: Chunks
 
     @property
     def transpose(self) -> SequencesOfHeads:
-        """The way back: the map only moves elements."""
+        """The map in the other direction: the map only moves elements."""
         return SequencesOfHeads(self.axis, self.chunks)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
-        """The chunks by rank, and one exchange."""
+        """Sort the chunks by rank, and exchange once."""
         return (_exchanged(self.chunks.parts(x, -2), self.axis).movedim(0, -4).flatten(-4, -3),)
 
 
@@ -197,9 +201,10 @@ def _check_layout(
 
 
 def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
-    """Repeat heads of keys and values until ranks can share them: the first of a rank's heads is that of its queries.
+    """Repeat heads of keys and values until ranks can share them, so that each rank has the heads that its queries
+    need.
 
-    Their gradients are summed, as those of anything that is used several times.
+    The gradients of the copies are summed, as those of any value that is used several times.
     """
     groups = x.shape[-3]
     if groups % num == 0:
@@ -218,7 +223,7 @@ def _whole(
     layout: What | None,
     part: Part | None = None,
 ) -> Tensor:
-    """Attention over whole sequences. `part`: which heads these are."""
+    """Attention over whole sequences. `part`: which heads this rank has."""
     if layout is not None:
         return with_logsumexp(q, k, v, layout, is_causal=causal, scale=scale, part=part)[0]
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -231,8 +236,8 @@ def _whole(
 
 
 class _Part(NamedTuple):
-    """What blocks of keys contribute to rows of queries. `values`: the sum of exp(score - greatest) * value; `weights`:
-    that of exp(score - greatest).
+    """The contribution of blocks of keys to rows of queries. `values`: the sum of exp(score - greatest) * value;
+    `weights`: the sum of exp(score - greatest).
     """
 
     values: Tensor

@@ -53,7 +53,7 @@ def balanced_chunks(layout: What, length: int, mesh: Mesh, *, causal: bool = Tru
 
 
 def _deals(pattern: Pattern, sizes: Sizes, size: int) -> Iterator[Chunks]:
-    """Yield the deals to try, the one that sends the least first."""
+    """Yield the ways to deal chunks that are tried, the one that sends the least first."""
     yield Chunks.in_order(size)
     if size == 1:
         return
@@ -71,7 +71,7 @@ def _work(pattern: Pattern, sizes: Sizes, num: int) -> list[int]:
 
 
 def _greedy(work: list[int], size: int) -> Chunks:
-    """Give the chunk with the most work to the rank with the least, until each has its number of them."""
+    """Give the chunk with the most work to the rank with the least, until each rank has its number of chunks."""
     each, mine, total = len(work) // size, [list[int]() for _ in range(size)], [0] * size
     for chunk in sorted(range(len(work)), key=lambda k: (-work[k], k)):
         rank = min((r for r in range(size) if len(mine[r]) < each), key=lambda r: (total[r], r))
@@ -81,7 +81,7 @@ def _greedy(work: list[int], size: int) -> Chunks:
 
 
 def _most_of_a_rank(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> int:
-    """Return what the rank does that does the most, in pairs of tokens."""
+    """Return the work of the busiest rank, in pairs of tokens."""
     needs = needs_of(pattern, sizes, chunks)
     away = needs.counts.fill_diagonal_(0)
     moved = away.sum(0).maximum(away.sum(1)).tolist()

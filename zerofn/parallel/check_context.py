@@ -51,7 +51,7 @@ class Ways:
 
 
 class ForeignMask(ValueError):
-    """Attention was given a mask."""
+    """The model passed a mask to attention."""
 
 
 class NotPerToken(ValueError):
@@ -65,14 +65,14 @@ class _Found(NamedTuple):
 
 
 class _Known:
-    """What was found before, since a planner asks for many meshes of one model."""
+    """Results of earlier tests, since a planner asks for many meshes of one model."""
 
     def __init__(self) -> None:
         self.ways: dict[Any, Ways] = {}
 
 
 def note_attention() -> None:
-    """Count a call of attention over a cut sequence, where somebody counts them."""
+    """Count a call of attention over a split sequence, if a test counts calls."""
     counted = _attended.get()
     if counted is not None:
         counted.append(None)

@@ -33,7 +33,7 @@ class _Found(NamedTuple):
 
 
 class _Right:
-    """What was found right before, since a planner asks for many meshes of one model."""
+    """Plans that have passed the test before, since a planner asks for many meshes of one model."""
 
     def __init__(self) -> None:
         self.plans: set[Any] = set()
@@ -73,7 +73,7 @@ def check_plan(
 def _wrong(
     model: Any, axis: str, parts: int, plan: Mapping[str, Any], cut: Callable[[nn.Module, Mesh], Mapping[str, Cut]]
 ) -> str:
-    """Return what is wrong with a cut model, or nothing."""
+    """Return how a sliced model differs from the whole one, or an empty text."""
     twin = small_twin(model, parts, partial(_entries_of, plan))
     inputs = inputs_of(twin, 8 * parts)
     (whole,) = on_ranks(1, lambda _: _run(copy.deepcopy(twin), inputs))
@@ -101,7 +101,7 @@ def _wrong(
 
 
 def _entries_of(plan: Iterable[str], name: str) -> list[str]:
-    """Return the keys of a plan that mean a module, or a parameter of its own."""
+    """Return the keys of a plan that match a module, or a parameter of the module itself."""
     return [key for key in plan if matches(key, name) or matches(key.rpartition(".")[0], name)]
 
 
@@ -139,13 +139,15 @@ def _note(returned: dict[str, Tensor], name: str, part: nn.Module, args: Any, ou
 
 
 def _off(whole: Tensor, parts: list[Tensor]) -> float:
-    """Return how far ranks' outputs are from the whole one, which each of them has, or a part of its last dim."""
+    """Return how much ranks' outputs differ from the whole output, of which each rank has all, or a slice of the last
+    dim.
+    """
     each = parts if parts[0].shape == whole.shape else [torch.cat(parts, -1)]
     return max(difference(x, whole) for x in each)
 
 
 def _where(whole: _Found, found: list[_Found]) -> str:
-    """Return the first module whose output ranks have whole, and another one."""
+    """Return the first module whose output every rank has whole, but with other values."""
     for name, x in whole.returned.items():
         others = [one.returned[name] for one in found if name in one.returned]
         if any(y.shape == x.shape and not difference(y, x) <= LIMIT for y in others):

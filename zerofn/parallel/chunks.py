@@ -70,19 +70,19 @@ class Chunks:
         return found
 
     def runs(self, rank: int, length: int) -> Runs:
-        """Return the places of a rank's tokens, of `length` in a row."""
+        """Return the positions of a rank's tokens, of `length` in a row."""
         tokens = length // self.num
         return tuple((tokens * first, tokens * end) for first, end in runs_of(self.of[rank]))
 
     def part(self, x: Tensor, rank: int, dim: int = -1) -> Tensor:
-        """Return a rank's part of whole rows, whose tokens are counted along `dim`."""
+        """Return a rank's part of whole rows, whose tokens are along `dim`."""
         if self.size == 1:
             return x
         pieces = x.chunk(self.num, dim)
         return torch.cat([pieces[number] for number in self.of[rank]], dim)
 
     def parts(self, x: Tensor, dim: int) -> Tensor:
-        """Return the parts of all ranks [ranks, ...] of whole rows, whose tokens are counted along `dim`."""
+        """Return the parts of all ranks [ranks, ...] of whole rows, whose tokens are along `dim`."""
         pieces = x.chunk(self.num, dim)
         return torch.stack([torch.cat([pieces[number] for number in mine], dim) for mine in self.of])
 

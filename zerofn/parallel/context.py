@@ -38,14 +38,16 @@ _LABELS_AS_THEY_ARE = ("ForMaskedLM", "ForTokenClassification")  # losses that d
 
 
 class _Made(NamedTuple):
-    """A mask of whole sequences that a model was given. `window`: what it stands for, if it is no mask itself."""
+    """A mask of whole sequences that the model got. `window`: the pattern for which it stands, if it is only a
+    placeholder.
+    """
 
     mask: Tensor
     window: Pattern | None
 
 
 class _Masks(NamedTuple):
-    """What masks a model's call asks for, and gets. `documents`: those of its rows, if they have several."""
+    """The masks that one call of a model asks for and gets. `documents`: those of its rows, if they have several."""
 
     axis: Axis
     made: list[_Made]
@@ -122,7 +124,7 @@ def _cut(method: str, model: Any, axis: Axis, ways: Ways, chunks: Chunks | None 
 
 
 def _copy_configs(model: nn.Module) -> None:
-    """Give the model configs of its own: the choice of attention is written there, and others may share them."""
+    """Give the model its own configs: the choice of attention is stored in them, and other models may share them."""
     memo: dict[int, Any] = {}
     for part in model.modules():
         if hasattr(part, "config"):
@@ -130,7 +132,7 @@ def _copy_configs(model: nn.Module) -> None:
 
 
 def _switch(model: Any, config: Any, method: str, cut: _Cut) -> None:
-    """Let the model's attention be ours."""
+    """Replace the model's attention by ours."""
     model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
         raise TypeError(f"context: the attention of {type(model).__name__} is its own code, and cannot be replaced.")
@@ -235,7 +237,7 @@ def _attend(
 
 
 def _what(name: str, made: _Made | None, layout: What | None, documents: Spans | None) -> dict[str, Any]:
-    """Return what a layer's queries look at, as arguments of `attention`. `layout`: that of `sparse.use`."""
+    """Return the layout of a layer's attention, as arguments of `attention`. `layout`: the one from `sparse.use`."""
     if layout is not None and made is not None:
         raise ValueError(
             f"attention over a split sequence has a layout from zerofn.sparse.use, but {name} also asks for a window; "

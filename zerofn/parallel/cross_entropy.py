@@ -82,7 +82,7 @@ def _check(logits: Tensor, labels: Tensor, size: int, vocab_size: int, axis: Axi
 
 
 def has_causal_loss(model: Any) -> bool:
-    """Return whether a model of transformers asks for the loss of causal ones: it does if it names no other."""
+    """Return whether a transformers model uses the loss of causal models: it does if its config names no other loss."""
     return hasattr(model, "loss_function") and getattr(model, "loss_type", None) in ("ForCausalLM", None)
 
 
@@ -96,7 +96,7 @@ def give_loss_of_slices(model: Any, axis: Axis, vocab_size: int) -> None:
 
 
 def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tensor]:
-    """Return the loss that transformers has for whole logits, by its arguments. `asked`: notes that it was called."""
+    """Return the loss that transformers uses for whole logits, with its arguments. `asked`: notes that it was called."""
 
     def loss(
         logits: Tensor,
@@ -118,7 +118,7 @@ def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tens
 
 
 def _with_loss_of_slices(model: Any, forward: Callable[..., Any], asked: list[bool], knows: bool) -> Callable[..., Any]:
-    """Return a forward that raises where labels would meet slices of logits in a loss that takes them for whole."""
+    """Return a forward that raises if labels would meet sliced logits in a loss that needs whole ones."""
 
     def refuse() -> None:
         raise ValueError(

@@ -27,19 +27,19 @@ def size_of_head(attention: nn.Module | None) -> int:
 
 
 def is_one_a_head(size: int, unit: int, features: int, groups: int) -> bool:
-    """Return whether `size` entries along a dim are one number for each head of queries, not heads of `unit` entries.
+    """Return whether `size` entries along a dim are one number for each query head, instead of heads of `unit` entries.
 
-    `features`: how many the layer behind attention takes, of all heads; 0 if it is not known. `groups`: how many heads
-    of queries go with one of keys.
+    `features`: the number that the layer after attention takes, over all heads; 0 if it is not known. `groups`: the
+    number of query heads for each key head.
     """
     heads = features // unit
     return size < unit or size == heads and size != heads // groups * unit
 
 
 def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Collection[str]) -> None:
-    """Raise `ValueError` if a module, of which `layers` are cut, would go on with the number of all heads.
+    """Raise `ValueError` if a module, of which `layers` are sliced, would compute with the number of all heads.
 
-    With `head_dim`, or another name of a head's size, modules ask how many heads there are.
+    Modules with `head_dim`, or another name for the size of a head, derive the number of heads from the features.
     """
     told = {x for key, changes in attributes.items() if matches(key, name) for x in changes}
     for attribute, value in vars(part).items() if size_of_head(part) == 1 else ():
@@ -54,8 +54,8 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Co
 
 
 def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
-    """Raise `ValueError` if gates and what they multiply would be cut as one matrix, in a module of transformers'
-    experts that has one behind the other.
+    """Raise `ValueError` if the plan slices gates and the matrix that they multiply as one matrix, in a module of
+    transformers' experts that stores one after the other.
     """
     both = getattr(part, "has_gate", False) and getattr(part, "is_concatenated", False)
     if both and re.search(r"\bgate_up_proj(_bias)?$", name) and how.dim is not None and how.parts != 2:
@@ -66,7 +66,7 @@ def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
 
 
 def change_numbers(model: nn.Module, attributes: Attributes, size: int) -> None:
-    """Change numbers that modules keep to those of one of `size` ranks. Raises `ValueError` for a key that matches no
+    """Change numbers that modules store to those of one of `size` ranks. Raises `ValueError` for a key that matches no
     module, and for a number that ranks cannot share.
     """
     for key, changes in attributes.items():

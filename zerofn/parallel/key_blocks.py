@@ -30,10 +30,10 @@ ops = torch.ops.zerofn
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What ranks need of a row's keys for their queries.
+    """Which of a row's keys each rank needs for its queries.
 
-    `keys` bool [ranks, places]: whether a rank needs a key. `pairs` int64 [chunks]: the pairs of tokens in the tiles
-    that a chunk's queries look at, of a head.
+    `keys` bool [ranks, positions]: whether a rank needs a key. `pairs` int64 [chunks]: the pairs of tokens in the tiles
+    to which a chunk's queries attend, for one head.
     """
 
     chunks: Chunks
@@ -42,15 +42,17 @@ class Needs:
 
     @property
     def counts(self) -> Tensor:
-        """How many keys rank s has that rank r needs, int64 [s, r]."""
+        """The number of keys that rank s has and rank r needs, int64 [s, r]."""
         by_chunk = self.keys.unflatten(1, (self.chunks.num, -1)).sum(2)
         owners = torch.nn.functional.one_hot(self.chunks.ranks, self.chunks.size)
         return (by_chunk @ owners).T.contiguous()
 
 
 class _Blocks(NamedTuple):
-    """What a pattern says of blocks of a row. `sizes`: the tokens of each, int64 [blocks]. `pairs`: in the tiles that a
-    block's queries look at, of a head, int64 [blocks]. `looked_at`: of some head, bool [blocks of queries, of keys].
+    """A pattern, evaluated on the blocks of a row.
+
+    `sizes`: the tokens of each block, int64 [blocks]. `pairs`: in the tiles to which a block's queries attend, for one
+    head, int64 [blocks]. `looked_at`: whether some head attends, bool [blocks of queries, blocks of keys].
     """
 
     sizes: Tensor
@@ -60,7 +62,7 @@ class _Blocks(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
-    """Return what a pattern says of blocks of its tiles, which are cut behind every `cut` tokens, too."""
+    """Return a pattern, evaluated on blocks of its tiles, which are also split after every `cut` tokens."""
     first = torch.arange(0, sizes.queries, cut)[:, None]
     start = first + torch.arange(0, cut, tile_of(pattern))
     last = torch.minimum(start + tile_of(pattern), (first + cut).clamp(max=sizes.queries)).flatten() - 1
@@ -74,7 +76,7 @@ def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
 
 @functools.lru_cache(maxsize=64)
 def needs_of(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> Needs:
-    """Return what ranks need, by blocks of the pattern's tiles, which are cut where chunks are."""
+    """Return the keys that ranks need, by blocks of the pattern's tiles, which are split where chunks are."""
     with plain_dispatch():
         tokens, tile = sizes.queries // chunks.num, tile_of(pattern)
         # Where tiles end with chunks anyway, deals share what was asked.
@@ -89,9 +91,11 @@ def needs_of(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> Needs:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How keys come to one rank, and to others from it. `taken`: for each rank, which of this rank's rows it needs.
-    `order`, `back`: from rank order to the order of places, and back; None where these are the same. `counts`: rows, at
-    s * size + r those from rank s to rank r. `keys`: the places of what this rank gets. `tokens`: that it has.
+    """How keys travel to this rank, and from it to others.
+
+    `taken`: for each rank, the rows of this rank that it needs. `order`, `back`: the permutations from rank order to
+    the order of positions, and back; None if both orders are equal. `counts`: the number of rows, at s * size + r those
+    from rank s to rank r. `keys`: the positions of the keys that this rank gets. `tokens`: the number that it has.
     """
 
     taken: tuple[Tensor, ...]
@@ -104,7 +108,7 @@ class Route:
 
 @functools.lru_cache(maxsize=64)
 def route_of(pattern: Pattern, sizes: Sizes, chunks: Chunks, rank: int) -> Route:
-    """Return how a rank's keys come to it."""
+    """Return how a rank's keys travel to it."""
     needs = needs_of(pattern, sizes, chunks)
     with plain_dispatch():
         place, owner = torch.arange(sizes.keys), chunks.ranks.repeat_interleave(sizes.keys // chunks.num)
@@ -125,7 +129,9 @@ def route_of(pattern: Pattern, sizes: Sizes, chunks: Chunks, rank: int) -> Route
 
 @dataclass(frozen=True)
 class KeysNeeded:
-    """[..., s, D], the keys of a rank's tokens -> [..., n, D], those that it needs, in the order of their places."""
+    """[..., s, D], the keys of a rank's own tokens -> [..., n, D], the keys that it needs, in the order of their
+    positions.
+    """
 
     axis: Axis
     route: Route
@@ -146,7 +152,9 @@ class KeysNeeded:
 
 @dataclass(frozen=True)
 class SumsOfKeys:
-    """[..., n, D], of keys that a rank has got -> [..., s, D]: of its own tokens, the sums over ranks in rank order."""
+    """[..., n, D], of keys that a rank has received -> [..., s, D], of its own tokens: the sums over ranks in rank
+    order.
+    """
 
     axis: Axis
     route: Route

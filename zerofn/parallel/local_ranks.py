@@ -35,11 +35,11 @@ def mesh_of(name: str, size: int, rank: int) -> Mesh:
 
 
 def on_ranks(size: int, call: Callable[[int], T]) -> list[T]:
-    """Return what `call(rank)` returns for each of `size` ranks. It is called several times for each, as in a new
-    process: with one seed, and without modes of torch.
+    """Return the results of `call(rank)` for each of `size` ranks. Each rank's call is repeated several times, always
+    as in a new process: with one seed, and without modes of torch.
 
-    `call` may use collectives over the axes of `mesh_of(..., size, rank)` alone, the same ones on all ranks. Raises
-    what a rank raises, and `RuntimeError` if ranks call different collectives.
+    `call` may use collectives only over the axes of `mesh_of(..., size, rank)`, the same ones on all ranks. Raises what
+    a rank raises, and `RuntimeError` if ranks call different collectives.
     """
     sent: list[list[tuple[str, Tensor]]] = [[] for _ in range(size)]
     found: dict[int, T] = {}
@@ -59,7 +59,7 @@ def on_ranks(size: int, call: Callable[[int], T]) -> list[T]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Operations inside are recorded by autograd, and see no mode of torch that is in force outside."""
+    """Autograd records the operations inside, and no mode of torch from outside applies to them."""
     with contextlib.ExitStack() as left:
         for _ in function_modes():
             left.enter_context(without_last_function_mode())
@@ -69,11 +69,13 @@ def without_modes() -> Iterator[None]:
 
 
 class _NotSentYet(BaseException):
-    """Ends the run of a rank that needs what another one has not sent; no `Exception`, which models may catch."""
+    """Stops a rank that needs a value that another rank has not sent yet. It is not an `Exception`, which models may
+    catch.
+    """
 
 
 class _Transfers(TorchDispatchMode):
-    """Answers the transfers of one rank. `sent`: by rank, of each one the operation with sizes, and its tensor."""
+    """Answers the transfers of one rank. `sent`: for each rank, its operations with their sizes, and the tensors."""
 
     def __init__(self, rank: int, sent: list[list[tuple[str, Tensor]]]) -> None:
         super().__init__()

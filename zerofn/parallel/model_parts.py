@@ -65,7 +65,7 @@ def captured_microbatch(
     cuts: Mapping[str, Any],
     precision: Precision,
 ) -> Loop:
-    """Return the loop of a step with one microbatch, all of whose leaves lie on stage 0. In a fake machine."""
+    """Return the loop of a step with one microbatch, all of whose leaves are on stage 0. Runs in a fake machine."""
     machine = fake_machine()
     assert machine is not None
 
@@ -89,7 +89,7 @@ def captured_microbatch(
 def captured_loops(
     train_step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Mesh, cuts: Mapping[str, Any], **options: Any
 ) -> list[Loop]:
-    """Return the loops over microbatches of a step, all of whose leaves lie on stage 0. In a fake machine.
+    """Return the loops over microbatches of a step, all of whose leaves are on stage 0. Runs in a fake machine.
 
     `state`: the whole first state; `options`: as for `Partition.zero`.
     """
@@ -122,8 +122,8 @@ def _is_number(x: Any) -> bool:
 
 
 class Parts:
-    """The parts of a model that no boundary cuts, in the order of their use. `plan`: the model's own; `names`: of each
-    part.
+    """The parts of a model that no boundary splits, in the order of their use. `plan`: the model's own; `names`: of
+    each part.
     """
 
     def __init__(self, region: Region, lanes: Lanes, plan: PpPlan | None = None) -> None:
@@ -148,12 +148,12 @@ class Parts:
         ]
 
     def balanced(self, placement: Placement, microbatches: int) -> list[str]:
-        """Return the leaves with which stages but the first begin."""
+        """Return the leaves with which all stages but the first begin, so that ranks have equal work."""
         sizes = balance(self._costs, placement, microbatches)
         return [self.points[k].leaves[0] for k in list(accumulate(sizes))[:-1]]
 
     def named(self, stages: Sequence[str], placement: Placement) -> list[str]:
-        """Return the leaves with which stages begin that the user has named."""
+        """Return the leaves with which the stages that the user has named begin."""
         if len(stages) != placement.num_stages - 1:
             raise ValueError(
                 f"pipe: {placement} has {placement.num_stages} stages, so stages= needs {placement.num_stages - 1} "
@@ -178,10 +178,12 @@ class Parts:
 
 
 def _part_of(reads: Sequence[str], plan: PpPlan | None) -> dict[str, str]:
-    """Map leaves, in the order of their use, to parts: a block is the path up to its first number, or what the model's
-    own plan says. What is read before the first block is a part, and what is read behind the last; between them it
-    belongs to the block before. Where a plan has lists of modules, these are the blocks, and its other modules are
-    parts between two of them.
+    """Map leaves, in the order of their use, to parts.
+
+    A block is the path up to its first number, or a module that the model's own plan names. Leaves before the first
+    block are one part, and leaves after the last block are one. A leaf between blocks belongs to the block before it.
+    If a plan names lists of modules, the items of the lists are the blocks, and its other modules are parts between two
+    of them.
     """
     block = _block if plan is None else plan.item if plan.lists else plan.module
     blocks = {name: its for name in reads if (its := block(name))}
@@ -207,7 +209,7 @@ def _block(name: str) -> str | None:
 
 
 class Way:
-    """A model cut for one placement. `leaves`: the stages of each parameter; `costs`: of each stage."""
+    """A model that is cut for one placement. `leaves`: the stages of each parameter; `costs`: of each stage."""
 
     def __init__(self, parts: Parts, placement: Placement, begins: Sequence[str]) -> None:
         self.placement, self._parts = placement, parts
@@ -243,7 +245,7 @@ class Way:
 
 
 def _seconds(piece: Piece, lanes: Lanes) -> float:
-    """Return what the operations of a piece take, without transfers, which run beside them."""
+    """Return the time of a piece's operations, without transfers, which run at the same time."""
     complete_values(piece.graph.graph)
     nodes: list[Node] = [x for x in piece.graph.graph.nodes if x.op == "call_function" and moved(x) is None]
     return sum(map(lanes.cost, nodes))

@@ -131,8 +131,10 @@ def into_stages(
     shapes: Mapping[str, tuple[int, ...]],
     plan: PpPlan | None = None,
 ) -> StageCuts:
-    """Return the cuts of a model into stages, in a fake machine. `loop`: over its microbatches, all of whose leaves lie
-    on stage 0; `given`: cuts over other axes; `shapes`: of parameters, by name; `plan`: the model's own.
+    """Return the cuts of a model into stages, in a fake machine.
+
+    `loop`: over its microbatches, with all leaves on stage 0; `given`: cuts over other axes; `shapes`: of parameters,
+    by name; `plan`: the model's own.
     """
     parts = Parts(loop.region(), Lanes(machine, mesh.num_ranks, mesh=mesh), plan)
     ways = list(_ways(parts, mesh, asked))
@@ -201,7 +203,7 @@ def _too_few(placement: Placement, names: Sequence[str]) -> str:
 
 
 def _agreed(mesh: Mesh, costs: Costs) -> Costs:
-    """Return the first rank's costs: schedules that ranks find from them are the same."""
+    """Return the first rank's costs, so that all ranks find the same schedule."""
     if not mesh.ranks or mesh.num_ranks == 1:
         return costs
     columns = ("f", "i", "w", "down", "up", "saved", "kept")

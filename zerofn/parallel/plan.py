@@ -77,10 +77,10 @@ WORDS: dict[str, Slice] = {
 
 
 def of_matrix(where: str, how: Slice, num_dims: int) -> Slice:
-    """Return what a plan says of a linear layer, its `dim` from the end: -2 is "out", and -1 "in".
+    """Return the entry for a linear layer, with its `dim` counted from the end: -2 is "out", and -1 "in".
 
     `where`: the layer. `num_dims`: of its weight. Raises `ValueError` for another dim, and for an input or an output
-    that such slices do not have.
+    that a slice along this dim cannot have.
     """
     assert how.dim is not None
     dim = how.dim if how.dim < 0 else how.dim - max(num_dims, 2)
@@ -100,7 +100,7 @@ def _either(words: Iterable[str]) -> str:
 
 
 def slice_of(key: str, value: Any) -> Slice:
-    """Return what a plan's entry says. Raises `ValueError` for an unknown word, and `TypeError` for anything else."""
+    """Return the `Slice` of a plan's entry. Raises `ValueError` for an unknown word, and `TypeError` for anything else."""
     if isinstance(value, Slice):
         return value
     if not isinstance(value, str):

@@ -29,7 +29,7 @@ def is_transposed(part: nn.Module) -> bool:
 
 
 def check_module(name: str, part: nn.Module, how: Slice) -> None:
-    """Raise `ValueError` if a module is not of the kind that a word of the plan cuts."""
+    """Raise `ValueError` if a module is of another kind than a word of the plan can slice."""
     kind, weight = type(part).__name__, part._parameters.get("weight")
     if how.dim is None or how.kind not in ("linear", "embedding"):
         return
@@ -57,7 +57,7 @@ def check_module(name: str, part: nn.Module, how: Slice) -> None:
 
 
 def check_attention(modules: Mapping[str, nn.Module], cut: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for a parameter in torch's attention, which calls none of its layers. `cut`: by name."""
+    """Raise `ValueError` for a parameter in torch's attention, which does not call its own layers. `cut`: by name."""
     for name, part in modules.items():
         if isinstance(part, nn.MultiheadAttention) and any(x.startswith(f"{name}." if name else "") for x in cut):
             raise ValueError(_whole_attention(name))
@@ -72,8 +72,10 @@ def _whole_attention(name: str) -> str:
 
 
 class Trail:
-    """What layers of the forward that is running have left this rank its part of. `left`: layer -> how much, in words,
-    of those that no sum has followed yet; `before`: of those that one has; `sums`: which layers have left one.
+    """The layers that have left this rank a slice of their output, in the forward pass that is running.
+
+    `left`: layer -> how much, in words, if no sum has followed yet; `before`: the same, if a sum has followed; `sums`:
+    the layers that have returned a sum.
     """
 
     def __init__(self) -> None:
@@ -113,15 +115,15 @@ class Trail:
 
 
 class Explained:
-    """Says in a sentence of the plan what its model's forward runs into. `words`: what the plan says of modules; `cut`:
-    of parameters, by name.
+    """Turns errors of a model's forward pass into sentences about its plan. `words`: the plan's entries for modules;
+    `cut`: those for parameters, by name.
     """
 
     def __init__(self, model: nn.Module, trail: Trail, words: Mapping[str, Slice], cut: Mapping[str, Any]) -> None:
         self._model, self._trail, self._words, self._cut = model, trail, words, cut
 
     def inside(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the model's forward, whose errors are sentences where slices are what they come from."""
+        """Return the model's forward. If a slice is the cause of an error, the error is a sentence about the plan."""
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +205,7 @@ def _last(left: dict[str, str]) -> str:
 
 
 def _what(name: str, part: nn.Module, row: TracebackType, error: Exception) -> str:
-    """Return where something did not fit, and torch's words."""
+    """Return where two shapes did not match, and torch's words."""
     file, number = row.tb_frame.f_code.co_filename, row.tb_lineno
     theirs = file.startswith(library_prefixes())
     where = "" if theirs else at_line(file, number)

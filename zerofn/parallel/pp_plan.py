@@ -11,8 +11,8 @@ from ..util.errors import nearest
 
 
 class PpPlan(NamedTuple):
-    """What a plan names, with a dot behind each name. `lists`: those of several modules, each of which is a block;
-    `modules`: those that are a block each.
+    """The names in a plan, with a dot after each name. `lists`: names of lists of modules, each of which is a block;
+    `modules`: names of modules that are a block each.
     """
 
     lists: tuple[str, ...]
@@ -29,10 +29,10 @@ class PpPlan(NamedTuple):
 
 
 def pp_plan_of(model: nn.Module) -> PpPlan | None:
-    """Return the plan that a model has as `pp_plan` or `_pp_plan`, or that modules in it have; None if there is none.
+    """Return the plan of a model from `pp_plan` or `_pp_plan`, or the plans of modules inside it; None if it has none.
 
-    It maps names of modules to what they take and return, as in models of transformers; only the names are read.
-    Raises `ValueError` for a name that is no module's.
+    A plan maps names of modules to their inputs and outputs, as in models of transformers; we read only the names.
+    Raises `ValueError` for a name without a module.
     """
     lists: list[str] = []
     modules: list[str] = []
@@ -51,8 +51,8 @@ def pp_plan_of(model: nn.Module) -> PpPlan | None:
 
 
 def _plans(model: nn.Module) -> Iterator[tuple[str, nn.Module, Iterable[str]]]:
-    """Yield (path, module, plan) of the outermost modules that have one of their own: a wrapper passes on attributes,
-    whose names are not its own modules'.
+    """Yield (path, module, plan) of the outermost modules with their own plan. A wrapper passes attributes on, so its
+    plan may hold names that are not those of its own modules.
     """
     found: list[str] = []
     for path, module in model.named_modules():

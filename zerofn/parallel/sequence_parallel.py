@@ -27,8 +27,8 @@ _OUTPUTS = ("output_hidden_states", "output_router_logits", "output_attentions")
 
 
 def refuse_outputs_of_layers(key: str, model: nn.Module) -> None:
-    """Let a model raise `ValueError` where it is asked for outputs of layers, of which it has parts. Raise it now if
-    its config asks for them.
+    """Let a model raise `ValueError` if the caller asks for outputs of layers, since it has only parts of them. Raise
+    it now if the model's config asks for them.
     """
     config, forward = getattr(model, "config", None), model.forward
 
@@ -50,7 +50,7 @@ def refuse_outputs_of_layers(key: str, model: nn.Module) -> None:
 
 
 class TokenRegion:
-    """Layers that follow one another, each of which hands its part of the tokens on to the next."""
+    """Consecutive layers, each of which passes its part of the tokens to the next."""
 
     def __init__(self, key: str, layers: Mapping[str, nn.Module], axis: Axis) -> None:
         self._key, self._layers, self._axis = key, layers, axis
@@ -65,7 +65,7 @@ class TokenRegion:
     def linear(
         self, name: str, owner: nn.Module, forward: Callable[..., Any], how: Any, bias: Any
     ) -> Callable[..., Any]:
-        """Return the forward of a linear layer that is cut. `bias`: returns the one that is added behind, if any."""
+        """Return the forward of a sliced linear layer. `bias`: returns the bias that is added after it, if any."""
         self._free.add(name)
         if (how.input, how.output) == ("equal", "cut"):
             self._owners[name.rpartition(".")[0]] = owner
@@ -171,7 +171,7 @@ class TokenRegion:
 
 
 def _with_own_draws(forward: Callable[..., Any], axis: Axis) -> Callable[..., Any]:
-    """Return a forward in which all that is drawn is for a part of the tokens, or for slices."""
+    """Return a forward in which random draws differ between ranks, as each has a part of the tokens or a slice."""
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:

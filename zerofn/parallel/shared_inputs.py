@@ -23,7 +23,9 @@ from ..random.mode import places_kept
 
 @dataclass(frozen=True)
 class Own:
-    """The value itself, of which ranks are to have their own; a captured step checks it. `of`: who gets it."""
+    """The identity. It marks a value of which ranks must have different ones; a captured step checks this. `of`: who
+    gets it.
+    """
 
     axis: Axis
     of: str
@@ -40,9 +42,10 @@ class Own:
 
 
 class Varied:
-    """`vary` for the layers of one module: while its forward runs, a tensor gives the same result again.
+    """`vary` for the layers of one module: while its forward runs, the same tensor gives the same result again.
 
-    Draws behind a layer with a cut output are a rank's own, up to one with a cut input, or the end of the forward.
+    Random draws after a layer with a sliced output differ between ranks, up to a layer with a sliced input, or up to
+    the end of the forward.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -79,7 +82,7 @@ class Varied:
 def with_varied_parameters(
     part: nn.Module, forward: Callable[..., Any], axis: Axis, name: str = ""
 ) -> Callable[..., Any]:
-    """Return the forward of a module whose parameters are whole, and used by each rank in its own way. `name`: its, in
+    """Return the forward of a module with whole parameters that each rank uses differently. `name`: of the module, for
     errors.
     """
 

@@ -71,12 +71,12 @@ def small_twin(model: nn.Module, parts: int, kind_of: Callable[[str], Any] = lam
 
 
 def few_ranks(size: int) -> int:
-    """Return the fewest ranks, more than one, that show what `size` ranks do."""
+    """Return the smallest number of ranks, above 1, that behaves as `size` ranks do."""
     return next(n for n in range(2, size + 1) if size % n == 0)
 
 
 def inputs_of(twin: nn.Module, length: int) -> dict[str, Tensor]:
-    """Return two rows of what a twin takes: `length` tokens, or an image. Raises `NoTwin` for anything else."""
+    """Return two rows of a twin's input: `length` tokens, or an image. Raises `NoTwin` for other inputs."""
     config: Any = twin.config
     name = str(getattr(twin, "main_input_name", "input_ids"))
     if name == "pixel_values":
@@ -112,14 +112,14 @@ def outputs_of(out: Any) -> list[Tensor]:
 
 
 def difference(x: Tensor, y: Tensor) -> float:
-    """Return how far two tensors are apart, relative to the largest number of the second one."""
+    """Return how much two tensors differ, relative to the largest number of the second one."""
     if x.shape != y.shape:
         return float("inf")
     return float((x - y).abs().max() / y.abs().max().clamp(min=1e-300)) if x.numel() else 0.0
 
 
 def other_gradient(expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
-    """Return the name of the first parameter whose gradient is another one, and how far it is off; or nothing."""
+    """Return the name of the first parameter with a different gradient, and the difference; or an empty text."""
     largest = max((float(x.abs().max()) for x in expected.values() if x.numel()), default=0.0)
     for name, x in expected.items():
         off = float((found[name] - x).abs().max()) if x.numel() else 0.0
@@ -146,7 +146,7 @@ def _refuse_other_modules(model: nn.Module, twin: nn.Module) -> None:
 
 @torch.no_grad()
 def _fill(twin: nn.Module) -> None:
-    """Move all parameters away from what they begin as, such as biases of zero."""
+    """Change all parameters from their initial values, such as biases of zero."""
     numbers = torch.Generator().manual_seed(1)
     for x in twin.parameters():
         noise = torch.randn(x.shape, generator=numbers, dtype=torch.float64)
@@ -200,7 +200,7 @@ def _smaller(name: str, value: int, heads: int, head: int, widths: bool) -> int:
 
 
 def _scales(config: Any, parts: int, least_head: int | None) -> tuple[int, int]:
-    """Return by what to divide numbers of heads, and the size of a head."""
+    """Return the divisors for numbers of heads, and the size of a head."""
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(width, int) or not heads:
         return (1, 1) if least_head is None or not isinstance(width, int) else (1, max(1, width // 32))

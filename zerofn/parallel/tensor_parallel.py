@@ -142,7 +142,7 @@ class _Maker:
         return bool(modules or params)
 
     def close(self) -> None:
-        """Cut what shares a parameter with a module that is cut, and give modules their maps that have layers with
+        """Slice all modules that share a parameter with a sliced module. Give their maps to modules whose layers have
         maps.
         """
         for (path, last), name in self._name_of.items():
@@ -164,7 +164,7 @@ class _Maker:
             self._regions.append(TokenRegion(key, {name: self._modules[name] for name in found}, self._axis))
 
     def _tied(self, path: str, name: str, other: str) -> None:
-        """Cut a module of which one that is cut has the weight: an embedding, whose rows are those of a head."""
+        """Slice a module that shares its weight with a sliced one: an embedding, whose rows are those of a head."""
         part, cut = self._modules[path], self.cuts[name]
         if not isinstance(part, nn.Embedding) or cut.dim != 0 or path in self._taken:
             raise ValueError(
@@ -208,7 +208,7 @@ class _Maker:
         return self._grouped.setdefault(id(attention), getattr(attention, "num_key_value_groups", 1))
 
     def _features(self, where: str) -> int:
-        """Return how many features a layer beside this one takes that is cut by rows; 0 if there is none."""
+        """Return the number of input features of a row-sliced layer next to this one; 0 without one."""
         owner, found = where.rpartition(".")[0], [0]
         for last, part in self._modules[owner].named_children():
             name, weight = f"{owner}.{last}" if owner else last, part._parameters.get("weight")
@@ -218,9 +218,10 @@ class _Maker:
         return max(found)
 
     def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
-        """Return the ranks with the same slice as this one; None if each has one of its own.
+        """Return the ranks with the same slice as this rank; None if each rank has its own.
 
-        There are fewer heads of keys and values than ranks: a rank's queries then go with one of them.
+        With fewer heads of keys and values than ranks, several ranks hold the same one, which all queries of a rank
+        then use.
         """
         size = self._axis.size
         num = size if cut is None else len(set(cut.slices))
@@ -301,8 +302,8 @@ class _Maker:
         return _linear(part, forward, how, axis, sizes, adds_bias, vary)
 
     def _latent(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Return the map behind the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
-        keys]: those go into a layer that is cut, these into every head as they are.
+        """Return the map after the layer of latent attention (DeepSeek-V2) whose output is [keys and values, rotated
+        keys]. The first part goes into a sliced layer, the second unchanged into every head.
         """
         size = getattr(self._modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
         if not isinstance(size, int):

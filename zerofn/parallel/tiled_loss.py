@@ -76,7 +76,7 @@ def _give(model: Any, head: nn.Module, tiles: int) -> None:
 
 
 class _Hidden:
-    """What the head was given, until the loss asks for it."""
+    """The input of the head, stored until the loss asks for it."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] | None = None
@@ -88,13 +88,13 @@ class _Hidden:
         self.seen = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Note what the head is given."""
+        """Store the input of the head."""
         assert self.seen is not None
         self.seen.append(x)
         return x
 
     def give(self, logits: Tensor, name: str) -> Tensor:
-        """Return it, and let the head work again."""
+        """Return the stored input, and let the head work again."""
         seen, self.seen = self.seen or [], None
         if len(seen) != 1 or seen[0] is not logits:
             raise ValueError(
