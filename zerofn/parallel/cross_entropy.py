@@ -96,7 +96,7 @@ def give_loss_of_slices(model: Any, axis: Axis, vocab_size: int) -> None:
 
 
 def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tensor]:
-    """Return the loss that transformers uses for whole logits, with its arguments. `asked`: notes that it was called."""
+    """Return the loss that transformers uses for whole logits, with its arguments. `asked`: notes the call."""
 
     def loss(
         logits: Tensor,

@@ -100,7 +100,7 @@ def _either(words: Iterable[str]) -> str:
 
 
 def slice_of(key: str, value: Any) -> Slice:
-    """Return the `Slice` of a plan's entry. Raises `ValueError` for an unknown word, and `TypeError` for anything else."""
+    """Return the `Slice` of a plan's entry. Raises `ValueError` for an unknown word, else `TypeError`."""
     if isinstance(value, Slice):
         return value
     if not isinstance(value, str):
