@@ -59,7 +59,7 @@ class Step(NamedTuple):
         return getattr(self.train_step, "__name__", "step")
 
     def planned_by(self, plan: Callable[[Step], T]) -> T:
-        """Return `plan` of this step, or of the one that is there where this cannot be planned."""
+        """Return `plan` of this step, or of `otherwise` if this step cannot be planned."""
         try:
             return plan(self)
         except (ValueError, CaptureError):
@@ -98,7 +98,7 @@ class Initial:
 
 
 def listed(x: Any) -> list[Any]:
-    """Return one value, or several, as a list."""
+    """Return a list of values, also if there is only one."""
     return list(x) if isinstance(x, list | tuple) else [x]
 
 
@@ -113,9 +113,9 @@ def wide_axes(mesh: Mesh) -> tuple[tuple[str, int], ...]:
 
 
 def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[Config]:
-    """Return every requested configuration with that many rows, without those that equal another one.
+    """Return every requested configuration with this number of rows, without duplicates.
 
-    Raises `ValueError` for an argument that is not known.
+    Raises `ValueError` for an unknown argument.
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ValueError(f"plan(rows={rows!r}): expected a number above 0, or a list of them.")
@@ -139,5 +139,5 @@ def configs(asked: Asked, machine: Machine, mesh: Mesh, rows: int) -> Iterator[C
 
 
 def _tiers(stage: int, machine: Machine) -> list[str | None]:
-    """Return the tiers to try at a stage: the more the stage saves, the farther from the device."""
+    """Return the tiers to try at a stage: the more a stage saves, the farther from the device."""
     return [None, *["cpu"] * (stage >= 2 and machine.device != "cpu"), *["nvme"] * (stage == 3 and machine.disk > 0)]

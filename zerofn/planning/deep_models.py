@@ -24,7 +24,7 @@ UNSURE = 1.05  # of the device's memory: what is estimated to need less may fit
 
 
 class Estimator:
-    """Estimates rows of one step on one mesh of a machine, see `RowPlanner`. `step.layers` must be there."""
+    """Estimates rows of one step on one mesh of a machine, see `RowPlanner`. `step.layers` must be set."""
 
     def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
         assert step.layers is not None
@@ -36,7 +36,9 @@ class Estimator:
         ]
 
     def rows(self, config: Config, remat: str | None) -> Iterator[Row]:
-        """Estimate one configuration; where `remat` is "all", with ever more recomputation, as rows are asked for."""
+        """Estimate one configuration. If `remat` is "all", estimate it with more and more recomputation, as rows are
+        requested.
+        """
         one, other = self._planners
         states = zip(one.of_state(config), other.of_state(config), strict=True)
         state = Needs(*(round(self._at_depth(a, b)) for a, b in states))
@@ -54,7 +56,7 @@ class Estimator:
                     return  # recomputation saves nothing else
 
     def _row(self, few: Row, more: Row, most: float = math.inf) -> Row:
-        """`most`: bytes that less recomputation needs, and this does not exceed."""
+        """Return a row. `most`: bytes that the row with less recomputation needs; this row needs no more."""
         plans = [x.plan for x in (few, more) if x.plan is not None]  # both: the state of all layers fits
         memories, times = [x.memory() for x in plans], [x.timeline() for x in plans]
         device = int(min(self._device(*memories), most))
@@ -70,25 +72,25 @@ class Estimator:
         return Row(few.config, needs, lacks, None, few.tokens, few.unit, found, microbatches=few.microbatches)
 
     def _device(self, few: Memory, more: Memory) -> int:
-        """Return the bytes of the peak. It is where most activations wait, or most gradients, or at the end, and each
-        of these moments grows by itself; with many layers it may be another one than with few.
+        """Return the bytes of the peak. The peak is where most activations or most gradients wait, or at the end. Each
+        of these moments grows by itself, so with many layers the peak may be at another moment than with few.
         """
         pairs = zip(_moments(few), _moments(more), strict=True)
         grown = [self._at_depth(a - few.static_buffers, b - more.static_buffers) for a, b in pairs]
         return max(round(max(grown)) + max(few.static_buffers, more.static_buffers), more.total)
 
     def _without_activations(self, few: Row, more: Row) -> float:
-        """Return bytes of a step that no recomputation saves: what is there at its end."""
+        """Return bytes of a step that no recomputation saves: those at the end of the step."""
         found = [x.plan.memory() for x in (few, more) if x.plan is not None]
         return self._at_depth(*(x.over_time[-1].nbytes - x.static_buffers for x in found))
 
     def _at_depth(self, few: float, more: float) -> float:
-        """Return what grows by the same with every layer, for all of them."""
+        """Return a quantity for all layers, from its values with few layers: each layer adds the same."""
         return more + (more - few) * (self._layers.number - self._more) / (self._more - self._few)
 
 
 def _moments(memory: Memory) -> list[int]:
-    """Return the bytes at the moments that may be the peak with more layers."""
+    """Return the bytes at the moments that may be the peak of a model with more layers."""
     by_kind = [max(memory.over_time, key=lambda x: (x.live[kind], x.nbytes)) for kind in ("activations", "gradients")]
     return [x.nbytes for x in (*by_kind, memory.over_time[-1])]
 

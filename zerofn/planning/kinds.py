@@ -34,7 +34,7 @@ class _OfKind(RowPlanner):
 
 
 class KindsPlanner(RowPlanner):
-    """Makes rows as `RowPlanner` does, also of a step whose optimizer has several kinds of steps."""
+    """Makes rows as `RowPlanner` does, also for a step whose optimizer has several kinds of steps."""
 
     def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
         super().__init__(step, mesh, machine, machine_argument, initials)
@@ -50,14 +50,14 @@ class KindsPlanner(RowPlanner):
         return self._whole(config, super().row(config), [(how, planner.row(config)) for how, planner in others])
 
     def ways(self, config: Config) -> Iterator[Row]:
-        """Plan one configuration, and with ever more recomputation; see `RowPlanner`."""
+        """Plan one configuration, with more and more recomputation; see `RowPlanner`."""
         others = self._others(config)
         several = zip(super().ways(config), *(planner.ways(config) for _, planner in others), strict=False)
         for mine, *rows in several:
             yield self._whole(config, mine, [(how, row) for (how, _), row in zip(others, rows, strict=True)])
 
     def _others(self, config: Config) -> list[tuple[OtherKind, RowPlanner]]:
-        """Return what is known of other kinds of steps before they are planned, and what plans them."""
+        """Return the other kinds of steps before they are planned, each with its planner."""
         with self._fake():
             kinds = kinds_of(self._initials.of(self._step.init_state, made_for(config.precision, config.wire)))
         if kinds is None:
@@ -69,7 +69,7 @@ class KindsPlanner(RowPlanner):
         ]
 
     def _whole(self, config: Config, row: Row, others: Sequence[tuple[OtherKind, Row]]) -> Row:
-        """Return a row with what is known of the other kinds of steps."""
+        """Return a row with the plans of the other kinds of steps."""
         if not others:
             return row
         needs = Needs(*map(max, zip(row.needs, *(x.needs for _, x in others), strict=True)))
@@ -79,7 +79,9 @@ class KindsPlanner(RowPlanner):
 
 
 class RoundsPlanner(KindsPlanner):
-    """Makes the rows of a step of `diloco`: its inner step, on the mesh of one replica, and what replicas send."""
+    """Makes the rows of a step of `diloco`: of its inner step, on the mesh of one replica, and of the transfers between
+    replicas.
+    """
 
     def __init__(self, step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> None:
         self._diloco: Diloco = step.train_step  # type: ignore[assignment]
@@ -101,7 +103,7 @@ class RoundsPlanner(KindsPlanner):
         return self._together.ranks_of_node
 
     def configs(self, asked: Asked) -> Iterator[Config]:
-        """Return every configuration that is asked for."""
+        """Return every requested configuration."""
         axes = wide_axes(self._all)
         return (config._replace(mesh=axes, rounds=True) for config in super().configs(asked))
 
@@ -110,15 +112,17 @@ class RoundsPlanner(KindsPlanner):
         return super().row(self._with_less_memory(config))
 
     def ways(self, config: Config) -> Iterator[Row]:
-        """Plan one configuration, and with ever more recomputation; see `RowPlanner`."""
+        """Plan one configuration, with more and more recomputation; see `RowPlanner`."""
         return super().ways(self._with_less_memory(config))
 
     def _with_less_memory(self, config: Config) -> Config:
-        """Return a configuration whose inner step leaves room for what the outer optimizer has."""
+        """Return a configuration whose inner step leaves room for the outer optimizer."""
         return config._replace(memory=self._machine.memory - self._outer(config)[0].device)
 
     def _outer(self, config: Config) -> tuple[Needs, int]:
-        """Return what a rank has beside the inner state, and the bytes that it sends to other replicas in a round."""
+        """Return the bytes that a rank holds in addition to the inner state, and those that it sends to other replicas
+        in a round.
+        """
         key = config._replace(remat=None, memory=0.0)
         if key not in self._known:
             state = self._together.laid(config)
@@ -145,6 +149,6 @@ class RoundsPlanner(KindsPlanner):
 
 
 def planner_of(step: Step, mesh: Mesh, machine: Machine, machine_argument: str, initials: Initial) -> RowPlanner:
-    """Return what makes the rows of a step; see `RowPlanner`."""
+    """Return the object that makes the rows of a step; see `RowPlanner`."""
     kind = RoundsPlanner if isinstance(step.train_step, Diloco) else KindsPlanner
     return kind(step, mesh, machine, machine_argument, initials)

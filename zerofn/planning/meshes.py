@@ -69,7 +69,7 @@ def rows_of_meshes(
 def _plan_experts(
     plan: Callable[[Iterable[Sizes]], None], search: Search, world: int, within: Sequence[int], told: list[str]
 ) -> list[int]:
-    """Plan shapes with an expert axis, and return the sizes of it with which other axes are tried."""
+    """Plan meshes with an expert axis, and return the sizes of it with which other axes are tried."""
     sizes = [n for n in range(2, world + 1) if world % n == 0]
     if not sizes:
         return [1]
@@ -168,13 +168,15 @@ def meshes(world: int, per_node: int, shapes: Iterable[Sizes]) -> Iterator[dict[
 
 
 def _nodes(world: int, per_node: int, inner: int) -> tuple[int, ...]:
-    """Return the number of nodes, if replicas may have one each: of several, all whole, with several ranks of data."""
+    """Return the number of nodes if each may have its own replica: there are several, all are whole, and each has
+    several ranks along `data`.
+    """
     several = world > per_node and world % per_node == 0 and per_node % inner == 0 and per_node > inner
     return (world // per_node,) if several else ()
 
 
 def _tensor_sizes(world: int, per_node: int) -> tuple[list[int], list[int]]:
-    """Return the sizes that the tensor axis may have: within a node, which they divide, and beyond it."""
+    """Return the possible sizes of the tensor axis: those within a node, which divide it, and those beyond a node."""
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     node = min(world, per_node)
     return [n for n in sizes if node % n == 0], [n for n in sizes if n > node and n % node == 0]
@@ -201,7 +203,7 @@ def several(name: str, sizes: Sequence[int]) -> str:
 
 
 def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
-    """Return what is tried on every mesh where nothing in particular is asked for, and what is not."""
+    """Return the arguments to try on every mesh where the user has left them out, and sentences on the others."""
     told = []
     if asked.stage == ALL:
         asked = asked._replace(stage=list(STAGES))

@@ -96,7 +96,7 @@ class Config(NamedTuple):
 
 
 def as_code(value: Any) -> str:
-    """Return an argument as code; of a dataclass, what differs from the defaults."""
+    """Return an argument as code; for a dataclass, only the fields that differ from the defaults."""
     if not dataclasses.is_dataclass(value):
         return repr(value)
     given = ((x.name, getattr(value, x.name)) for x in dataclasses.fields(value) if getattr(value, x.name) != x.default)
@@ -296,7 +296,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Tokens, or rows, per second of all ranks."""
+        """Tokens, or rows, per second, over all ranks."""
         found = self.plan if self.plan is not None else self.estimate
         replicas = 1 if self.rounds is None else self.rounds.of.replicas
         return self.tokens * replicas * found.num_batches / self.seconds if found is not None else 0.0
@@ -310,7 +310,7 @@ class Row:
         return dict(found)
 
     def details(self) -> list[str]:
-        """Return lines of what a table has no columns for: ranks of a pipeline, rounds, other kinds of steps."""
+        """Return lines for facts without a column in the table: ranks of a pipeline, rounds, other kinds of steps."""
         of_ranks = [] if self.pipelined is None else self.pipelined.details()
         return [*of_ranks, *([] if self.rounds is None else [str(self.rounds)]), *map(str, self.others)]
 
@@ -374,7 +374,7 @@ class Row:
 
 
 def _along(sent: dict[str, int]) -> str:
-    """Return bytes by axis as a table shows them, the most first; without the axis, where there is one."""
+    """Return bytes by axis as a table shows them, the largest first; without the axis if there is only one."""
     several, most_first = len(sent) > 1, sorted(sent.items(), key=lambda x: -x[1])
     return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in most_first if n)
 
@@ -387,7 +387,7 @@ def _short(value: Any) -> str:
 
 
 def lacking(needs: Needs, machine: Machine, num_ranks: int) -> str:
-    """Say what a machine with that many ranks on a node has too little of; empty if it has enough."""
+    """Return in words what a machine with this number of ranks on a node has too little of; empty if it has enough."""
     pairs = [
         ("memory" if machine.device == "cpu" else "device memory", needs.device, machine.memory),
         ("host memory", needs.host * num_ranks, machine.host_memory),

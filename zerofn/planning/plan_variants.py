@@ -38,8 +38,8 @@ from .stages import as_stages, has_stages, pipelined, schedule_of, stages_of_ste
 
 
 def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
-    """Return code that makes cuts on a mesh. `written`: those over all axes but `pipe`, where they are not the usual
-    ones; `options`: more arguments of `pipe`, as code.
+    """Return code that makes cuts on a mesh. `written`: the code for all axes but `pipe`, if it is not the usual one;
+    `options`: more arguments of `pipe`, as code.
     """
     known = [kind for kind in reversed(KINDS.values()) if kind.cuts]  # the innermost axis first
     others = written or " | ".join(kind.cuts for kind in known if not kind.stages and mesh.size(kind.name) > 1)
@@ -51,7 +51,7 @@ def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
 
 
 class _Prepared(NamedTuple):
-    """A captured step with the passes that schedule it, the needs of its state, and the size of its batch."""
+    """A captured step with the passes that schedule it, the bytes of its state, and the size of its batch."""
 
     program: Program
     pipeline: passes.Pipeline
@@ -75,7 +75,7 @@ class RowPlanner:
         self.num_rows = next((x.shape[0] for x in tensors if x.dim()), 1)
 
     def _cuts(self, precision: Precision) -> Cuts | None:
-        """Return the cuts of the step, with those into stages."""
+        """Return the cuts of the step, including those into stages."""
         step, fake = self._step, self._fake
         if self._mesh.stages.size == 1 or has_stages(step.cuts):
             return step.cuts
@@ -88,7 +88,7 @@ class RowPlanner:
         return self._into[precision]
 
     def rows(self, asked: Asked) -> Iterator[Row]:
-        """Plan every configuration that is asked for, and what does not fit with recomputation too."""
+        """Plan every requested configuration, and those that do not fit also with recomputation."""
         for config in self.configs(asked):
             row = self.row(config)
             yield row
@@ -97,7 +97,7 @@ class RowPlanner:
                     yield from [self.row(row.config._replace(remat=how)) for how in ("auto", "full")]
 
     def configs(self, asked: Asked) -> Iterator[Config]:
-        """Return every configuration that is asked for."""
+        """Return every requested configuration."""
         for number in [self.num_rows] if asked.rows is None else listed(asked.rows):
             for config in configs(asked, self._machine, self._mesh, number):
                 if self._step.again and asked.stage == ALL and config.stage != STAGES[-1]:
@@ -121,7 +121,7 @@ class RowPlanner:
         return self._of_all(found, [self._row(config, x, x.program) for x in found])
 
     def until_one_fits(self, config: Config) -> list[Row]:
-        """Plan one configuration, and with ever more recomputation until it fits. It is captured once."""
+        """Plan one configuration, with more and more recomputation until it fits. The step is captured once."""
         rows: list[Row] = []
         for row in self.ways(config):
             rows.append(row)
@@ -130,7 +130,8 @@ class RowPlanner:
         return rows
 
     def ways(self, config: Config) -> Iterator[Row]:
-        """Plan one configuration, and with ever more recomputation, as the rows are asked for. It is captured once.
+        """Plan one configuration, with more and more recomputation, as rows are requested. The step is captured once.
+
         Raises `ValueError` for other recomputation than none, "auto" and "full".
         """
         found = self._of_ranks(config)
@@ -149,7 +150,7 @@ class RowPlanner:
         return self._laid(self._fake, config, as_stages(self._mesh)[0])
 
     def of_state(self, config: Config) -> Needs:
-        """Return what the state alone needs."""
+        """Return the bytes of the state alone."""
         return max(state_needs(self._laid(self._fake, config, mesh)) for mesh in as_stages(self._mesh))
 
     @property
@@ -174,12 +175,12 @@ class RowPlanner:
             return shard_fake(first, partition, self._step.unit)
 
     def _turned(self, state: Any) -> Any:
-        """Return a state as the step takes it that is planned."""
+        """Return a state in the form that the planned step takes."""
         return state
 
     def _of_ranks(self, config: Config) -> list[_Prepared] | Row:
-        """Return the captured step of every stage's rank, and of every rank of an axis whose ranks run other
-        operations: the one that needs the most is the plan.
+        """Return the captured step of every stage's rank, and of every rank of an axis whose ranks run different
+        operations. The plan is that of the rank that needs the most.
         """
         found: list[_Prepared] = []
         for mesh in as_stages(self._mesh):
@@ -197,7 +198,7 @@ class RowPlanner:
         return found
 
     def _of_all(self, found: Sequence[_Prepared], rows: Sequence[Row]) -> Row:
-        """Return the row of the rank that needs the most, with what is known of all stages if there are several."""
+        """Return the row of the rank that needs the most, with the plans of all stages if there are several."""
         worst = max(rows, key=_need)
         if self._mesh.stages.size == 1 or any(row.plan is None for row in rows):
             return worst
@@ -247,8 +248,8 @@ class RowPlanner:
         return pipeline.decide(program, memory=_budget(config), remat=remat)
 
     def _scaled(self, fake: FakeMachine, rows: int) -> tuple[Any, int, str]:
-        """Return the batch with that many rows, without memory; its number of tokens, or of rows if it has none;
-        and which it is.
+        """Return the batch with this number of rows, without memory; its number of tokens, or of rows if it has no
+        tokens; and which of the two it is.
         """
         leaves, treedef = tree.flatten(self._step.batch, is_leaf=is_sharded)
         made = [self._leaf(fake, x, rows) for x in leaves]

@@ -87,7 +87,7 @@ def plan(
 
 
 def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
-    """Raise `ValueError` for what is not an argument for all meshes."""
+    """Raise `ValueError` for arguments that cannot be the same for all meshes."""
     if cuts is not None:
         raise ValueError("plan(mesh='auto', cuts=...): every mesh needs different cuts; return them from train_step.")
     if hpz:
@@ -95,7 +95,7 @@ def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
 
 
 def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
-    """Plan a step on one mesh. `machine`: as it was given; `where`: see `cluster`."""
+    """Plan a step on one mesh. `machine`: as the user has written it; `where`: see `cluster`."""
     where.check_ranks(mesh.num_ranks)
     rows = step.planned_by(lambda step: list(planner_of(step, mesh, where, written(machine), Initial()).rows(asked)))
     return Table(rows, where, mesh.num_ranks, step.name)
@@ -104,8 +104,8 @@ def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str],
 def plan_meshes(
     step_on: Callable[[Mesh], Step], world: int, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked
 ) -> Table:
-    """Plan on every mesh of `world` ranks that may be the fastest. `step_on`: the step for a mesh. `machine`: as it was
-    given; `where`: see `cluster`.
+    """Plan every mesh of `world` ranks that may be the fastest. `step_on`: returns the step for a mesh. `machine`: as
+    the user has written it; `where`: see `cluster`.
     """
     where.check_ranks(world)
     rows, left_out, name = rows_of_meshes(step_on, world, where, written(machine), asked)
@@ -117,7 +117,7 @@ def cluster(
 ) -> tuple[Machine, int]:
     """Return a machine with the memory that a step may use, and the number of ranks.
 
-    Raises `ValueError` for an unknown machine, and for a number of ranks that is none or that it does not have.
+    Raises `ValueError` for an unknown machine, and for a number of ranks below 1 or above the machine's.
     """
     where = machine_of(machine)
     usable = where.memory - (CUDA_CONTEXT if where.device == "cuda" else 0)
@@ -131,7 +131,7 @@ def cluster(
 
 
 def grid_of(ranks: int, mesh: Mesh | Mapping[str, int] | None, given: bool) -> Mesh:
-    """Return the mesh to plan for. `given`: whether somebody said how many ranks there are.
+    """Return the mesh to plan for. `given`: whether the user has chosen the number of ranks.
 
     Raises `ValueError` for a mesh of another number of ranks.
     """

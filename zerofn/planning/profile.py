@@ -96,8 +96,8 @@ class Profile:
         return self._sums(lambda node: units.get(node, ""))
 
     def by_operation(self, most: int = 10) -> dict[str, Took]:
-        """Return the time of the operations that take longest, `most` of them: equal ones on results of one shape are
-        summed. A compiled region counts as one, by what it computes.
+        """Return the time of the `most` operations that take longest. Equal operations on results of one shape are
+        summed. A compiled region counts as one operation.
         """
         sums = self._sums(operation_of)
         return dict(sorted(sums.items(), key=lambda x: -x[1].measured)[:most])
@@ -118,7 +118,7 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """The most bytes allocated, including what is held all the time."""
+        """The most bytes allocated, including those held during the whole step."""
         return max(self.memory, default=0) + self.plan.memory().there
 
     @property
@@ -272,7 +272,7 @@ def _followed(run: Callable[[], Any], clock: Clock) -> tuple[Any, list[int]]:
 
 
 def operation_of(node: Node) -> str:
-    """Return an operation's name, what it makes and its pass: "aten.mm [32, 64] forward"."""
+    """Return an operation's name, its result and its pass: "aten.mm [32, 64] forward"."""
     call = call_of(node)
     made = tensors_of(node.meta.get("val"))
     if call is not None and is_region(call.body):
@@ -296,8 +296,8 @@ def kind_of(node: Node) -> str:
 
 
 def units_of(program: Program) -> dict[Node, str]:
-    """Map each node to the unit whose parameters, gradient or state it uses; without one, to that of the node before
-    it.
+    """Map each node to the unit whose parameters, gradient or state it uses; a node without a unit, to that of the node
+    before.
     """
     out: dict[Node, str] = {}
     for node, (_, unit) in zip(program.placeholders, program.owners, strict=False):

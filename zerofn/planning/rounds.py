@@ -80,9 +80,10 @@ class CompiledRounds:
 
 
 class Rounds(NamedTuple):
-    """What a rank sends in a round of `diloco`, of `every` inner steps. `inner`: in each of these, bytes by axis.
-    `between`: to other replicas along `axis`, meanwhile: in `fragments` parts, half of the bytes in sums of differences
-    and half in means. `tau`: how many inner steps both have.
+    """The transfers of a rank in a round of `diloco`, of `every` inner steps.
+
+    `inner`: bytes of each inner step, by axis. `between`: bytes to other replicas along `axis`, in `fragments` parts:
+    half of them in sums of changes and half in means. `tau`: the number of inner steps in which both are sent.
     """
 
     every: int
@@ -113,7 +114,7 @@ class Rounds(NamedTuple):
 
 class TimedRounds(NamedTuple):
     """Rounds on a machine. `inner`: seconds of an inner step, which `inner_bound` limits. `rate`: bytes per second that
-    a rank sends to other replicas. `beside`: bytes of a rank's device beside the inner state.
+    a rank sends to other replicas. `beside`: bytes on a rank's device in addition to the inner state.
     """
 
     of: Rounds
@@ -124,8 +125,8 @@ class TimedRounds(NamedTuple):
 
     @property
     def waits(self) -> float:
-        """Seconds of a round in which inner steps wait for what replicas send: for sums of differences behind the first
-        half of the `tau` steps, for means behind the other. The arithmetic of outer steps is not among them.
+        """Seconds of a round in which inner steps wait for transfers between replicas: for sums of changes in the first
+        half of the `tau` steps, for means in the second. The arithmetic of outer steps is not counted.
         """
         rounds, half = self.of, -(-self.of.tau // 2)
         takes = rounds.between / 2 / rounds.fragments / self.rate
@@ -154,7 +155,7 @@ class TimedRounds(NamedTuple):
 
     @property
     def least_every(self) -> int:
-        """From which number of inner steps on a round sends no longer than its inner steps take."""
+        """The least number of inner steps in a round at which its transfers take no longer than its inner steps."""
         return max(1, math.ceil(self.on_link / self.inner))
 
     def __str__(self) -> str:
@@ -250,8 +251,8 @@ class RoundPlan:
 
 
 def each_captured(step: Step, captured: Callable[[Step, bool], Any]) -> Any:
-    """Return a step, captured: of one of `diloco` the inner and the outer step. `captured(function, is the one that is
-    meant)`: captures a step.
+    """Return a captured step; for a step of `diloco`, its inner and its outer step. `captured(function, meant)`
+    captures one function; `meant` is False for the outer step.
     """
     if isinstance(step, Diloco):
         return CompiledRounds(step, captured(step.inner_step, True), captured(step.outer_step, False))

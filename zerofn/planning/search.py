@@ -25,7 +25,7 @@ def _alone(planner: RowPlanner, config: Config) -> list[Row]:
 
 
 def _with_cut_again(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
-    """Yield configurations, and those at stage 3 once more with each shard cut over the replicas, if there are any."""
+    """Yield configurations, and at stage 3 each of them again with hpZ, if the mesh has replicas."""
     for config in configs:
         yield config
         if config.stage == STAGES[-1] and mesh.replicas.size > 1 and config.offload is None and not config.again:
@@ -33,13 +33,13 @@ def _with_cut_again(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
 
 
 def _shape(sizes: Sizes) -> Sizes:
-    """Return the sizes of the axes of several ranks for which a model is changed, in the order of the mesh."""
+    """Return the sizes of the axes of several ranks that change a model, in the order of the mesh."""
     changing = [name for name, kind in KINDS.items() if kind.changes_model or kind.stages]
     return {name: sizes[name] for name in changing if sizes.get(name, 1) > 1}
 
 
 def _cut_by(kind: AxisKind) -> str:
-    """Return what makes the cuts over an axis, for advice."""
+    """Return the function that makes the cuts over an axis, for an error."""
     return f"{kind.cuts}, and a model of your own by {kind.own_cuts}" if kind.own_cuts else kind.cuts
 
 
@@ -174,7 +174,9 @@ class Search:
         return rows
 
     def _ways(self, step: Step, mesh: Mesh, planner: RowPlanner, asked: Asked) -> Callable[[Config], Iterator[Row]]:
-        """Return what makes the rows of a configuration, with ever more recomputation if all is asked for."""
+        """Return the object that makes the rows of a configuration, with more and more recomputation if `remat` is
+        "all".
+        """
         if not is_deep(step, asked.remat):
             return planner.ways if asked.remat == ALL else lambda config: iter([planner.row(config)])
         assert step.layers is not None
@@ -188,7 +190,7 @@ class Search:
         return lambda config: estimator.rows(config, asked.remat)
 
     def _check(self, step: Step, mesh: Mesh, length: float) -> None:
-        """Raise `ValueError` where a step is not made for a mesh."""
+        """Raise `ValueError` if a step was not made for a mesh."""
         cuts = (step.cuts or {}).values()
         along = {cut.axis for x in cuts for cut in (x if isinstance(x, Sequence) else [x])}
         for axis in mesh.slices:

@@ -26,7 +26,7 @@ from .plan_row import OfStages, Pipelined, Sums
 
 
 def as_stages(mesh: Mesh) -> list[Mesh]:
-    """Return a planned mesh as each rank along `pipe` sees it; itself without that axis."""
+    """Return a planned mesh as seen by each rank along `pipe`; the mesh itself if it has no such axis."""
     if mesh.stages.size == 1:
         return [mesh]
     return [
@@ -36,7 +36,7 @@ def as_stages(mesh: Mesh) -> list[Mesh]:
 
 
 def has_stages(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> bool:
-    """Return whether cuts say which leaves lie on which stage."""
+    """Return whether cuts put leaves on stages."""
     return any(stage_cut([x] if isinstance(x, Cut) else x) is not None for x in (cuts or {}).values())
 
 
@@ -72,7 +72,7 @@ def schedule_of(program: Program) -> Schedule | None:
 
 
 def pipelined(schedule: Schedule | None, plans: Sequence[Plan], machine: Machine) -> Pipelined | None:
-    """Return what is known of a step from the plans of its ranks along `pipe`."""
+    """Return the description of a step as a pipeline, from the plans of its ranks along `pipe`."""
     if schedule is None:
         return None
     graphs, meshes = [plan.graph for plan in plans], [plan.program.mesh for plan in plans]
@@ -95,9 +95,7 @@ def pipelined(schedule: Schedule | None, plans: Sequence[Plan], machine: Machine
 
 
 def _crossing(program: Program) -> float:
-    """Return the largest share of a stage's forward pass that a transfer to the next stage takes; 0 if its costs are
-    not known.
-    """
+    """Return the longest transfer to a next stage, as a share of a stage's forward pass; 0 if costs are unknown."""
     pipeline, _ = stages_of_leaves(program)
     if pipeline is None or pipeline.costs is None:
         return 0.0

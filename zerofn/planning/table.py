@@ -74,7 +74,9 @@ class Table:
 
     @property
     def nearest(self) -> Row:
-        """The row that lacks the least device memory, among planned rows if there are any, or else estimated ones."""
+        """The row that lacks the least device memory: among planned rows if there are any, otherwise among estimated
+        ones.
+        """
         planned = [row for row in self.rows if row.plan is not None]
         looked_at = planned or [row for row in self.rows if row.estimate is not None] or self.rows
         return min(looked_at, key=lambda row: (row.needs.device, row.needs.host))
@@ -129,7 +131,7 @@ class Table:
         )
 
     def _details(self) -> list[str]:
-        """Return, of the best row, or of the nearest, `Row.details`, and what codes gain."""
+        """Return the `Row.details` of the best row, or of the nearest one, and the gain of codes."""
         wire = [] if self._break_even is None else [str(self._break_even)]
         return [*([] if self._shown is None else self._shown.details()), *wire]
 

@@ -91,8 +91,8 @@ def forms(gm: GraphModule) -> list[str]:
 
 
 def recoded(gm: GraphModule, form: str | None) -> GraphModule:
-    """Return a copy of a step that sends its units as `form`, their small leaves included, or as they are. It tells
-    what is sent, and does not run.
+    """Return a copy of a step that sends its units, including small leaves, as `form`, or unchanged. The copy shows
+    what is sent, and cannot run.
     """
     new = copied(gm)
     for node, _ in _units(new):
@@ -101,7 +101,7 @@ def recoded(gm: GraphModule, form: str | None) -> GraphModule:
 
 
 def wire_in_words(gm: GraphModule) -> list[str]:
-    """Return lines of which units are gathered and reduced in which form; none where all are sent as they are."""
+    """Return lines that say which units are gathered and reduced in which form; no lines if all are sent unchanged."""
     found: dict[str, dict[str, dict[str, None]]] = {}
     for node, does in _units(gm):
         form, block = _form(node)
@@ -147,7 +147,7 @@ def _seconds(gm: GraphModule, machine: Machine, world: int, mesh: Mesh | None, c
 
 
 def _up_to(holds: Callable[[float], bool]) -> float:
-    """Return the rate, to a tenth, up to which something holds that holds on slow links."""
+    """Return the highest rate, to a tenth, at which a condition holds that holds on slow links."""
     low, high = math.log(_SLOW), math.log(_FAST)
     while high - low > 0.1:
         middle = (low + high) / 2
