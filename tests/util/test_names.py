@@ -91,6 +91,27 @@ def test_a_wrong_argument_says_the_right_one():
 
 
 @pytest.mark.parametrize(
+    ("kind", "wrong", "meant"),
+    [
+        (zerofn.Offload, "optimiser", "optimizer"),
+        (zerofn.Precision, "compue", "compute"),
+        (zerofn.Wire, "gathr", "gather"),
+        (zerofn.Pass, "scop", "scope"),
+        (zerofn.DynamicLossScale, "hysterisis", "hysteresis"),
+    ],
+)
+def test_a_wrong_field_says_the_right_one(kind, wrong, meant):
+    with pytest.raises(TypeError) as caught:
+        kind(**{wrong: 1})
+    assert str(caught.value) == f"{kind.__name__} has no argument {wrong!r}. Did you mean {meant!r}?"
+
+
+def test_a_wrong_field_to_replace_says_the_right_one():
+    with pytest.raises(TypeError, match=r"TrainState has no argument 'stp'. Did you mean 'step'\?"):
+        STATE.replace(stp=1)
+
+
+@pytest.mark.parametrize(
     ("typed", "said"),
     [
         (["pln"], "argument command: 'pln' is not known; did you mean 'plan'?"),

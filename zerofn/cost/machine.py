@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 
 from ..dry_run.fake_machine import FakeMachine
-from ..util.arguments import check_fields, checked
+from ..util.arguments import check_fields, checked, known_fields
 from ..util.errors import nearest
 from ..util.sizes import in_words
 
 GB, GIB, TB = 1e9, 1 << 30, 1e12
 
 
+@known_fields
 @dataclass(frozen=True, eq=False)
 class Machine:
     """One type of node of a cluster. Units are bytes, bytes/s, operations/s and seconds, of one rank unless a field

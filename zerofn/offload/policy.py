@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..dry_run.fake_machine import fake_machine, is_host
+from ..util.arguments import known_fields
 from ..util.errors import nearest
 
 log = logging.getLogger("zerofn")
@@ -22,6 +23,7 @@ UPDATES = ("auto", "cpu", "gpu", "split")
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+@known_fields
 @dataclass(frozen=True)
 class Offload:
     """Tiers of memory for a state.

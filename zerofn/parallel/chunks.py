@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from ..sparse.part import Runs, runs_of
+from ..util.arguments import known_fields
 
 
+@known_fields
 @dataclass(frozen=True)
 class Chunks:
     """Which chunks of a row each rank has. All chunks have equally many tokens, and are numbered in order.

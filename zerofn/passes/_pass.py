@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from ..graph.nested import graphs_of
 from ..graph.program import Program
-from ..util.arguments import check_fields
+from ..util.arguments import check_fields, known_fields
 from ._context import context_of
 
 Scope = Literal["step", "body"]
@@ -27,6 +27,7 @@ class Body:
         raise AttributeError(f"a loop's body has no {name!r}: a pass with scope='body' may use program.gm alone.")
 
 
+@known_fields
 @dataclass(frozen=True)
 class Pass:
     """A transformation of a captured step: `fn(program) -> None` changes `program.gm`, an FX graph module, in place.

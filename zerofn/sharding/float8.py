@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..ops.fp8_products import ALIGNED
-from ..util.arguments import check_fields, told
+from ..util.arguments import check_fields, known_fields, told
 
 _FIRST = (8, 9)  # NVIDIA's first compute capability with float8 products
 
@@ -25,6 +25,7 @@ class _Chosen:
         return name in self.names
 
 
+@known_fields
 @dataclass(frozen=True)
 class Fp8:
     """Which linear layers multiply in float8: `Precision(fp8=Fp8(where))`, or `precision="fp8"` for the default.

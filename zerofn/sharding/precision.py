@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..comm.mesh import Axis
 from ..ops import formats as _formats  # noqa: F401  (defines zerofn::high)
-from ..util.arguments import check_fields, told
+from ..util.arguments import check_fields, known_fields, told
 from ..util.errors import nearest
 from . import wire as wires
 from .float8 import Fp8
 from .wire import STOCHASTIC, Wire
 
 
+@known_fields
 @dataclass(frozen=True)
 class Precision:
     """Dtypes of the stored parameter (the master), of computation, and of the reduction of gradients.

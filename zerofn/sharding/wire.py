@@ -14,7 +14,7 @@ from ..comm.block_wire import name_of
 from ..comm.mesh import Axis, Mesh
 from ..geometry.layout import Leaf, Unit
 from ..ops.wire_codes import BLOCKS
-from ..util.arguments import check_fields, told
+from ..util.arguments import check_fields, known_fields, told
 from ..util.errors import nearest
 
 GATHERS = ("bf16", "fp8", "int8", "int4")
@@ -23,6 +23,7 @@ CODED = (torch.float32, torch.bfloat16, torch.float16)
 NEAREST, STOCHASTIC = ROUNDINGS = ("nearest", "stochastic")
 
 
+@known_fields
 @dataclass(frozen=True)
 class Wire:
     """In which form ranks send units: parameters where they are gathered, gradients where they are reduced.

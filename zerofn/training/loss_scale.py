@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..util.arguments import check_fields, told
+from ..util.arguments import check_fields, known_fields, told
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class NoLossScale:
         return self
 
 
+@known_fields
 @dataclass(frozen=True)
 class StaticLossScale:
     """A constant loss scale.
@@ -73,6 +74,7 @@ class StaticLossScale:
         return self
 
 
+@known_fields
 @dataclass(frozen=True)
 class DynamicLossScale(StaticLossScale):
     """A loss scale that grows after finite steps and shrinks after others (Micikevicius et al. 2018, section 3.2).

@@ -21,7 +21,7 @@ from ..sharded_math.reductions import all_finite
 from ..sharding.precision import Precision
 from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.state_tree import as_tensor
-from ..util.arguments import checked, told
+from ..util.arguments import checked, known_fields, told
 from ..util.constants import QUANTISED, stores_its_own_way
 from ..util.html import table
 from ..util.names import attribute_of
@@ -38,6 +38,7 @@ _ANEW = (
 )
 
 
+@known_fields
 @dataclass(frozen=True)
 class TrainState:
     """Parameters, optimizer state and counters: everything that a step takes and returns.

@@ -21,6 +21,7 @@ import torch
 from .errors import nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K")
 
 
 def _is_whole(x: Any) -> bool:
@@ -126,6 +127,31 @@ def meant(name: str, known: Iterable[str]) -> str:
     """
     near = nearest(name, known, cutoff=0.6)
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
+
+
+def known_fields(kind: type[K]) -> type[K]:
+    """Let a dataclass answer a wrong keyword with the field that was meant: a decorator above `dataclass`.
+
+    >>> @known_fields
+    ... @dataclasses.dataclass
+    ... class Point:
+    ...     row: int = 0
+    >>> Point(rwo=1)
+    Traceback (most recent call last):
+    TypeError: Point has no argument 'rwo'. Did you mean 'row'?
+    """
+    plain: Callable[..., None] = kind.__init__
+    names = [x.name for x in dataclasses.fields(kind) if x.init]  # type: ignore[arg-type]
+
+    @functools.wraps(plain)
+    def with_names(self: K, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in names:
+                raise TypeError(f"{kind.__name__} has no argument {name!r}. {meant(name, names)}")
+        plain(self, *args, **kwargs)
+
+    kind.__init__ = with_names  # type: ignore[method-assign, assignment]
+    return kind
 
 
 def unchecked(function: F) -> F:
