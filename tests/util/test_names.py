@@ -85,9 +85,19 @@ def test_a_property_that_fails_says_why():
         attrgetter("rate")(Failing())
 
 
-def test_a_wrong_argument_says_the_right_one():
-    with pytest.raises(TypeError, match=r"shard has no argument 'stages'. Did you mean 'stage'\?"):
-        zerofn.shard(STATE, stages=3)
+@pytest.mark.parametrize(
+    ("function", "wrong", "meant"),
+    [
+        (zerofn.shard, "stages", "stage"),
+        (zerofn.accumulate, "reduces", "reduce"),
+        (optim.adamw, "weight_deca", "weight_decay"),
+        (optim.clip_by_global_norm, "max_nrm", "max_norm"),
+        (optim.warmup_cosine_decay_schedule, "warmup_step", "warmup_steps"),
+    ],
+)
+def test_a_wrong_argument_says_the_right_one(function, wrong, meant):
+    with pytest.raises(TypeError, match=rf"{function.__name__} has no argument '{wrong}'. Did you mean '{meant}'"):
+        function(**{wrong: 1})
 
 
 @pytest.mark.parametrize(

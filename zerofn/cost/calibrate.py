@@ -24,6 +24,7 @@ from ..offload.disk.probe import probe
 from ..offload.policy import total_memory
 from ..ops.fp8_products import fp8_mm
 from ..sharding.float8 import multiplies
+from ..util.arguments import known_arguments
 from .host_share import dram_rate, link_rate
 from .machine import Machine, hops, this_hardware
 from .op_timer import once
@@ -37,6 +38,7 @@ SMALL_OPS = 200
 STRETCH, STRETCHES = {"cpu": (256, 40), "cuda": (8192, 1)}, 40
 
 
+@known_arguments
 def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     """Measure this machine under the load of all ranks, and return it as a `Machine`.
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, GradientTransformation, ScalarOrSchedule, named
 from .chain import chain
@@ -25,6 +26,7 @@ class ScaleByRssState(NamedTuple):
     sum_of_squares: Any
 
 
+@known_arguments
 def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> GradientTransformation:
     """Divide by the root of the sum of all squared gradients: g / sqrt(s + eps) with s = s + g^2 (Duchi et al. 2011).
 

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from ..sharded_math.axis_reductions import Kept, LeafSums, axis_scale, axis_squares, groups_of, logical_leaves
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, EmptyState, GradientTransformation, no_state
 
 
+@known_arguments
 def adaptive_grad_clip(
     clipping: float, eps: float = 1e-3, axis: int | tuple[int, ...] | None = None
 ) -> GradientTransformation:

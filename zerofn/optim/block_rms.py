@@ -9,11 +9,13 @@ from torch import Tensor
 
 from ..sharded_math.axis_reductions import logical_leaves
 from ..sharded_math.reductions import norms
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, EmptyState, GradientTransformation, no_state
 from .trust_ratio import scale_leaves
 
 
+@known_arguments
 def clip_by_block_rms(threshold: float) -> GradientTransformation:
     """Divide each leaf by max(1, rms / threshold), where rms is the root mean square of the leaf over all ranks.
 
@@ -29,6 +31,7 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
     return GradientTransformation(no_state, update, About("clip_by_block_rms", (threshold,)))
 
 
+@known_arguments
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
     """Multiply each leaf's update by max(min_scale, rms), where rms is its parameter's root mean square over all
     ranks.

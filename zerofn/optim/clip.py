@@ -10,10 +10,12 @@ from torch import Tensor
 from .. import tree
 from ..sharded_math.reductions import global_norm
 from ..sharding.sharded import is_sharded, spec_among
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, EmptyState, Fused, GradientTransformation, no_state
 
 
+@known_arguments
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """Multiply gradients by min(1, max_norm / (norm + 1e-6)), where norm is over all leaves and all ranks.
 
@@ -49,6 +51,7 @@ def _root_of_ranks(grads: Any) -> float:
     return spec.mesh.batch.size**0.5 if spec is not None and spec.of_ranks else 1.0
 
 
+@known_arguments
 def clip(max_delta: float) -> GradientTransformation:
     """Clip every element to [-max_delta, max_delta], as `torch.nn.utils.clip_grad_value_` does.
 

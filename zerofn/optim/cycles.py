@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from . import checks
 from .schedules import Schedule, join_schedules
 from .warmup import warmup_cosine_decay_schedule
 
 
+@known_arguments
 def cosine_onecycle_schedule(
     transition_steps: int,
     peak_value: float,

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from .. import tree
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, EmptyState, GradientTransformation, LeafInfo, Mask, masks_of, no_state
 from .leaf_runs import spread
 
 
+@known_arguments
 def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> GradientTransformation:
     """Add weight_decay * p to the update of each leaf.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, GradientTransformation, Mask
 
 
+@known_arguments
 def from_functions(
     init: Callable[[Any], Any], update: Callable[..., tuple[Any, Any]], name: str = "", masks: Sequence[Mask] = ()
 ) -> GradientTransformation:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, Fused, GradientTransformation, count_zero, step
 
@@ -50,6 +51,7 @@ def _like(scalar: Tensor, value: float | Tensor) -> Tensor:
     return torch.full_like(scalar, value)
 
 
+@known_arguments
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation], static_args: str | Iterable[str] = ()
 ) -> Callable[..., GradientTransformation]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, Fused, GradientTransformation, LeafInfo, Mask, rate_inside
 from .groups import MaskedTransformation, apply_groups, update_groups
@@ -24,6 +25,7 @@ class MaskedState(NamedTuple):
     inner_state: Any
 
 
+@known_arguments
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Apply `inner` to the leaves where `mask(leaf)` is true (optax.masked). The other leaves have no state.
 

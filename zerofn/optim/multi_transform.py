@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, Fused, GradientTransformation, LeafInfo, Mask
 from .groups import MaskedTransformation, apply_groups, init_groups, update_groups
@@ -21,6 +22,7 @@ class MultiTransformState(NamedTuple):
     inner_states: dict[Hashable, Any]
 
 
+@known_arguments
 def multi_transform(
     transforms: Mapping[Hashable, GradientTransformation], labels: Callable[[LeafInfo], Hashable]
 ) -> GradientTransformation:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, Fused, GradientTransformation, apply_updates, rate_inside, step
 
@@ -23,6 +24,7 @@ class ParamsEmaState(NamedTuple):
     ema: Any
 
 
+@known_arguments
 def params_ema(optimizer: GradientTransformation, decay: float) -> GradientTransformation:
     """Run `optimizer`, and average the parameters: e = decay * e + (1 - decay) * p (Polyak and Juditsky 1992).
 

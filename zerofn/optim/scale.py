@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from . import checks
 from .base import About, EmptyState, Fused, GradientTransformation, ScalarOrSchedule, count_zero, no_state
 
@@ -23,6 +23,7 @@ class ScaleByScheduleState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
 
 
+@known_arguments
 def scale(step_size: float) -> GradientTransformation:
     """Multiply by `step_size`. Raises `TypeError` if it is no number."""
     checks.number("scale", step_size=step_size)
@@ -36,6 +37,7 @@ def scale(step_size: float) -> GradientTransformation:
     return GradientTransformation(no_state, update, About("scale", (step_size,)), fused=Fused(factor=factor))
 
 
+@known_arguments
 def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     """Multiply by `step_size_fn(count)`, where `count` is the number of applied updates, an int64 scalar tensor.
 

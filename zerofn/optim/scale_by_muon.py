@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import tree
 from ..sharded_math.axis_reductions import logical_leaves
 from ..sharded_math.whole_leaves import map_whole
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from . import checks
 from .base import About, EmptyState, GradientTransformation, LeafInfo, count_zero, no_state
 from .leaf_runs import spread
@@ -87,6 +87,7 @@ def orthogonal(x: Tensor, triples: Sequence[Coefficients], eps: float) -> Tensor
     return x.t() if tall else x
 
 
+@known_arguments
 def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformation:
     """Multiply each matrix [out, in] by sqrt(max(1, out / in)) (Bernstein and Newhouse 2024).
 

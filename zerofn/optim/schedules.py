@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from . import checks
 
 
@@ -39,12 +39,14 @@ class Schedule:
         return f"{self.name}({', '.join(map(repr, self.args))})"
 
 
+@known_arguments
 def constant_schedule(value: float) -> Schedule:
     """`value` at every count. Raises `TypeError` if it is no number."""
     checks.number("constant_schedule", value=value)
     return Schedule("constant_schedule", (value,), lambda count: torch.full_like(count, value))
 
 
+@known_arguments
 def polynomial_schedule(
     init_value: float, end_value: float, power: float, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
@@ -66,6 +68,7 @@ def polynomial_schedule(
     return Schedule("polynomial_schedule", args, fn)
 
 
+@known_arguments
 def linear_schedule(init_value: float, end_value: float, transition_steps: int, transition_begin: int = 0) -> Schedule:
     """A straight line from `init_value` to `end_value`: `polynomial_schedule` with power 1.
 
@@ -108,6 +111,7 @@ def exponential_decay(
     return Schedule(where, args, fn)
 
 
+@known_arguments
 def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.0, exponent: float = 1.0) -> Schedule:
     """Half a cosine: init_value * ((1 - alpha) * ((1 + cos(pi t / decay_steps)) / 2)^exponent + alpha).
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from ..sharded_math.reductions import norms
+from ..util.arguments import known_arguments
 from . import checks
 from .base import About, EmptyState, GradientTransformation, no_state
 from .leaf_runs import map_runs
 
 
+@known_arguments
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> GradientTransformation:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from . import checks
 from .schedules import Schedule, cosine_decay_schedule, exponential_decay, join_schedules, linear_schedule
 
 
+@known_arguments
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
     """A straight line from `init_value` to `peak_value` over `warmup_steps`, then constant."""
     where = "warmup_constant_schedule"
@@ -20,6 +21,7 @@ def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps:
     return linear_schedule(init_value, peak_value, warmup_steps)
 
 
+@known_arguments
 def warmup_cosine_decay_schedule(
     init_value: float,
     peak_value: float,
@@ -75,6 +77,7 @@ def warmup_exponential_decay_schedule(
     return Schedule("warmup_exponential_decay_schedule", args, joined.fn)
 
 
+@known_arguments
 def warmup_lr(
     warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log"
 ) -> Schedule:
@@ -89,6 +92,7 @@ def warmup_lr(
     return _warmup("warmup_lr", args, lambda i: torch.ones_like(i))
 
 
+@known_arguments
 def warmup_decay_lr(
     total_num_steps: int,
     warmup_min_lr: float = 0.0,

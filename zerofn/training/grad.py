@@ -29,7 +29,7 @@ from ..random import fold_in, randomness
 from ..random.draws import fold_in_rank
 from ..sharding.gather_scatter import gather_leaves
 from ..sharding.sharded import is_sharded, mesh_among
-from ..util.arguments import checked
+from ..util.arguments import checked, known_arguments
 from .checkpoint_params import same_parameters
 from .float8 import Products, float8_products
 from .gradient_sums import WHEN, GradientSums, flat_gradients, no_gradient
@@ -117,6 +117,7 @@ class ValueAndGrad:
         return ((value, aux) if self.has_aux else value), grads, left
 
 
+@known_arguments
 def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
 

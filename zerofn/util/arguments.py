@@ -129,6 +129,18 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
 
 
+def known_arguments(function: F) -> F:
+    """Wrap a function that looks at its arguments itself: a wrong keyword is answered with the one that was meant.
+
+    >>> @known_arguments
+    ... def clip(max_norm): ...
+    >>> clip(max_nrom=1.0)
+    Traceback (most recent call last):
+    TypeError: clip has no argument 'max_nrom'. Did you mean 'max_norm'?
+    """
+    return checked("")(function)
+
+
 def known_fields(kind: type[K]) -> type[K]:
     """Let a dataclass answer a wrong keyword with the field that was meant: a decorator above `dataclass`.
 
