@@ -43,6 +43,20 @@ def test_a_name_that_is_near_none_gets_no_hint(package):
     assert not hasattr(package, "__wrapped__") and not hasattr(package, "_AdamW")
 
 
+@pytest.mark.parametrize(
+    ("package", "wrong", "hint"),
+    [
+        ("zerofn.optim", "AdamW", ". Did you mean adamw?"),
+        ("zerofn", "Shard", ". Did you mean shard?"),
+        ("zerofn.moe", "x", ""),
+    ],
+)
+def test_a_wrong_import_says_the_right_one(package, wrong, hint):
+    with pytest.raises(ImportError) as caught:
+        exec(f"from {package} import {wrong}")
+    assert str(caught.value) == f"cannot import name {wrong!r} from {package!r}{hint}"
+
+
 def test_a_submodule_is_still_imported_by_its_name():
     code = "from zerofn.optim import leaf_runs; from zerofn.parallel import chunks; print(leaf_runs.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
