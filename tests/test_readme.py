@@ -83,3 +83,13 @@ def test_the_script_of_readme_prints_on_two_ranks_what_it_shows(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shown = printed(blocks(README)[0], tmp_path, *launch)
     assert losses(shown) == pytest.approx(losses(outputs(README)[1]), abs=0.02)
+
+
+@pytest.mark.whole
+@pytest.mark.slow
+def test_the_plan_that_readme_shows_is_todays():
+    command = re.search(r"(?m)^zerofn (plan .*)$", README)[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "zerofn.cli", *command.split()], cwd=ROOT, text=True, timeout=280, capture_output=True,
+    )  # fmt: skip
+    assert done.stdout == next(x for x in outputs(README) if "H100-8" in x), done.stderr
