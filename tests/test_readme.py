@@ -67,6 +67,11 @@ def printed(code, folder, *launch):
     return done.stdout
 
 
+def number(text):
+    """The number that a text begins with."""
+    return float(re.match(NUMBER, text)[0])
+
+
 def losses(text):
     return [float(x) for x in re.findall(rf"loss ({NUMBER})", text)]
 
@@ -74,10 +79,14 @@ def losses(text):
 @pytest.mark.slow
 def test_the_blocks_of_readme_run_one_after_the_other_and_print_what_it_shows(tmp_path):
     shown = printed("\n".join(blocks(README)), tmp_path)
-    expected = outputs(README)
-    assert losses(shown) == pytest.approx(losses(expected[0]), abs=0.02)  # other processors round otherwise
+    assert losses(shown) == pytest.approx(losses(outputs(README)[0]), abs=0.02)  # other processors round otherwise
+    budgets = next(x for x in outputs(README) if x.startswith("budget"))
+    assert budgets in shown
+    product = next(x for x in outputs(README) if x.startswith("v·Hv"))
+    assert number(shown.split("v·Hv = ")[1]) == pytest.approx(number(product.split("= ")[1]), rel=0.05)
 
 
+@pytest.mark.whole
 @pytest.mark.slow
 def test_the_script_of_readme_prints_on_two_ranks_what_it_shows(tmp_path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
