@@ -9,7 +9,7 @@ Words:
   each graph, so also of the bodies of loops. It says whether it is required, carries out decisions about memory, and
   takes part in the search (`_pass.py`).
 - *Context*: the machine, the mesh and what was decided about memory (`_context.py`).
-- *finite check*: whether all gradients are finite; a step that fails it changes nothing.
+- *finite check*: whether all gradients are finite; a step that fails it keeps parameters and moments.
 - *bucket*: the flat buffer of a unit's gradient, from which it is sent.
 - *cache*: the gathered copies of units at stages 1 and 2, or of parts of units with hpZ.
 
