@@ -17,8 +17,8 @@ Invariants:
 
 - The mean over ranks and microbatches is in the seed, and no pass over the gradients divides them. For two or four
   ranks that is exact; for three it rounds as any division does.
-- A step whose gradients are not finite changes nothing. A select on the device skips it, so no number has to reach
-  the host first.
+- A step whose gradients are not finite is skipped: parameters and moments keep their values, and `state.skipped`
+  counts it. A select on the device does that, so no number has to reach the host first.
 - With more than one microbatch, stages 0 and 1, which reduce once a step, give each other's bits, and stages 2 and 3,
   which reduce in each microbatch, give each other's bits. The two pairs agree to rounding. `accumulate(reduce=)`
   chooses the order instead of the stage, and then all stages give the same bits. The search under a memory budget
