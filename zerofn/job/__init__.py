@@ -33,8 +33,8 @@ How long ranks wait:
 
 Invariants:
 
-- Whatever can be refused is refused before the first write. Ctrl-C waits until the caller has the new state. A rank that
-  cannot capture or shard makes every rank raise its message and keep its state.
+- Whatever can be refused is refused before the first write. Ctrl-C waits until the caller has the new state. A rank
+  that cannot capture or shard makes every rank raise its message and keep its state.
 - Only ranks of the job are believed, because values in the store end jobs and name a process to kill. Each value is
   signed with the job's secret (`signed_store.py`), and an unsigned one counts as absent. `ZEROFN_SECRET`, the same on
   all ranks, is the secret. Without it one is drawn and left in the store: that keeps out mistakes, but not a person
