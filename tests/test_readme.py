@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import zerofn
 from docs.address import address, addressed
 from docs.assemble import blocks
 from tests.support.library import ROOT
@@ -53,6 +54,20 @@ def test_an_address_makes_links_absolute_and_an_empty_one_makes_them_relative():
 def test_the_sites_first_page_shows_the_script_of_readme_and_its_outputs():
     assert blocks(INDEX)[0] == blocks(README)[0]
     assert outputs(INDEX)[:2] == outputs(README)[:2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/features.md", "docs/notebook.md"])
+def test_names_on_the_first_pages_exist(page):
+    text = (ROOT / page).read_text()
+    missing = []
+    for name in set(re.findall(r"\b((?:zerofn|optim)(?:\.[A-Za-z]\w*)+)", text)):
+        value, (first, *rest) = zerofn, name.split(".")
+        if rest[0] == "integrations":  # imports transformers or lightning
+            continue
+        for part in rest if first == "zerofn" else ["optim", *rest]:
+            value = getattr(value, part, None)
+        missing += [name] if value is None else []
+    assert missing == []
 
 
 def printed(code, folder, *launch):
