@@ -73,6 +73,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.wire.network  # as root: it makes network namespaces
 	$(VENV)/bin/python -m benchmarks.wire.coding
 	$(VENV)/bin/python -m benchmarks.sparse.sparse --flex
+	$(VENV)/bin/python -m benchmarks.sparse.lengths --flex
 	$(VENV)/bin/python -m benchmarks.sparse.packed
 	$(VENV)/bin/python -m benchmarks.optimizer.optimizer
 	$(VENV)/bin/python -m benchmarks.drives.offload

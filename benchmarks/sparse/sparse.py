@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -119,18 +119,16 @@ def both_ways(name: str, attend: Attend, given: list[Tensor]) -> None:
     """Run a row once."""
     *qkv, grad = given
     if name == FLEX:
-        with torch.no_grad():
-            attend(*qkv)
+        attend(*(x.detach() for x in qkv))
         return
     torch.autograd.grad(attend(*qkv), qkv, grad)
 
 
-def measured(options: argparse.Namespace) -> dict[str, list[float]]:
+def timed(every: Mapping[str, Attend], length: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each row, one a round, after one that does not count."""
-    every, given = rows(options.length, options.flex), inputs(options.length)
-    names = list(every)
+    given, names = inputs(length), list(every)
     found: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(options.rounds + 1):
+    for number in range(rounds + 1):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             began = time.perf_counter()
@@ -140,16 +138,16 @@ def measured(options: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def peaks(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def peaks(length: int, names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Bytes that each row adds at most, in a process of its own."""
-    for name in rows(options.length, False):
-        command = [sys.executable, "-m", "benchmarks.sparse.sparse", "--length", str(options.length), "--peak-of", name]
+    for name in names:
+        command = [sys.executable, "-m", "benchmarks.sparse.sparse", "--length", str(length), "--peak-of", name]
         yield name, int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
 def peak_of(name: str, length: int) -> int:
     """Bytes that a row adds at most in this process, layouts included."""
-    both_ways(name, rows(64, False)[name], inputs(64))  # what the first call of anything brings
+    both_ways(name, rows(512, False)[name], inputs(512))  # what the first call of anything brings
     given, before = inputs(length), memory_bytes("VmRSS")
     both_ways(name, rows(length, False)[name], given)
     return memory_bytes("VmHWM") - before
@@ -197,7 +195,10 @@ def main() -> int:
     if options.peak_of:
         print(peak_of(options.peak_of, options.length))
         return 0
-    memory, found = dict(peaks(options)), measured(options)
+    memory, found = (
+        dict(peaks(options.length, rows(options.length, False))),
+        timed(rows(options.length, options.flex), options.length, options.rounds),
+    )
     held = checks(found, memory, options.length)
     console.print(table(found, memory, options.length))
     console.print(report.check_table(held))

@@ -5,7 +5,9 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from tests.sparse.dense import attended
 from tests.support.library import ROOT
 from tests.support.some import some_of
 
@@ -47,3 +49,16 @@ def test_it_learns(losses, name):
 @pytest.mark.parametrize("name", [x for x in RUN if x not in DRAWS])
 def test_two_ranks_are_one_with_twice_the_rows(losses, name):
     np.testing.assert_allclose(*losses[name], rtol=2e-3)
+
+
+def test_blocks_that_are_learned_are_a_dense_mask():
+    recipe = importlib.import_module("examples.recipes.learned_blocks")
+    torch.manual_seed(0)
+    layer, x = recipe.Layer(16, 2).double(), torch.randn(3, 8 * recipe.BLOCK, 16, dtype=torch.float64)
+    q, k, v = layer.qkv(layer.norm(x)).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    blocks = torch.arange(8).expand(3, 2, 8, 8)
+    named = (recipe.best_blocks(q, k)[..., None] == blocks[:, :, :, None]).any(3)
+    assert named.sum(3).unique().tolist() == [1, 2, 3]  # the first blocks have fewer before them
+    mask = named.repeat_interleave(recipe.BLOCK, 2).repeat_interleave(recipe.BLOCK, 3).tril()
+    expected = x + layer.out(attended(q, k, v, mask)[0].transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
