@@ -321,11 +321,11 @@ MISTAKES = {
     "tensor": (steps(lambda state, batch, loss: torch.tensor([loss, loss])), "write torch.stack([x, y]) for torch"),
     "held": (
         steps(lambda state, batch, loss: state.params["0.weight"].norm()),
-        "write zerofn.gather(params)['0.weight'].norm, or .local",
+        "Write zerofn.gather(params)['0.weight'].norm, or .local",
     ),
     "held by torch": (
         steps(lambda state, batch, loss: torch.linalg.norm(state.params["0.weight"])),
-        "write zerofn.gather(params)['0.weight'] for the leaf, zerofn.global_norm(params)",
+        "Write zerofn.gather(params)['0.weight'] for the leaf, zerofn.global_norm(params)",
     ),
     "scan": (losing(scanning), "torch cannot capture the gradient through a scan: write a Python loop"),
     "sparse": (losing(sparse), "nn.Embedding(..., sparse=False)"),

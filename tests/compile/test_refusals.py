@@ -240,7 +240,11 @@ def test_a_tensor_inside_what_is_no_container_is_refused(returned):
 @pytest.mark.parametrize(
     ("step", "kind", "said"),
     [
-        (step_with(_of_output), ValueError, "got CausalLMOutput, a model's whole output; write `return output.loss`"),
+        (
+            step_with(_of_output),
+            ValueError,
+            "got CausalLMOutput, the whole output of a model. Write `return output.loss`",
+        ),
         (_norm, TypeError, r"torch.norm got params\['0.weight'\].*zerofn.global_norm\(params\)"),
         (_grad_of_gathered, RuntimeError, "does not require grad"),
         (_of_state_dict, ValueError, "buffers are among its parameters: write TrainState.create"),

@@ -150,7 +150,7 @@ def small_loss(params, x):
 
 def refused():
     (state, _), x = started(3, FORMS["int8"]), rows(zerofn.rank())
-    with pytest.raises(ValueError, match="laid out with feedback=True, .*; write state.value_and_grad"):
+    with pytest.raises(ValueError, match="sharded with feedback=True, .*Write state.value_and_grad"):
         zerofn.value_and_grad(small_loss)(state.params, x)
     for reduce in ("microbatch", "round"):
         with pytest.raises(ValueError, match=f"reduce='{reduce}' sends gradients several times in a step, and fee"):
@@ -161,7 +161,9 @@ def refused():
         return state.apply_gradients(grads), None
 
     for step in (twice, zerofn.compile(twice)):
-        with pytest.raises(ValueError, match="2 gradients were taken of this state, and with feedback=True each adds"):
+        with pytest.raises(
+            ValueError, match="value_and_grad was called 2 times on this state, and with feedback=True each call"
+        ):
             step(started(3, FORMS["int8"])[0], x)
 
 

@@ -217,13 +217,13 @@ def refusals():
             r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks of 'expert' cannot share",
         ),
         (lambda: moe.cuts({"experts": torch.ones(0, 4)}, mesh), r"'experts' has shape \[0, 4\], and 2 ranks"),
-        (lambda: zerofn.shard({"params": params}, mesh=mesh), r"no leaf is cut over it. Give cuts=zerofn.moe.cuts"),
+        (lambda: zerofn.shard({"params": params}, mesh=mesh), r"no leaf is cut over it. Pass cuts=zerofn.moe.cuts"),
     ]
     for call, message in bad:
         with pytest.raises(ValueError, match=message):
             call()
     state = zerofn.shard({"params": params}, mesh=mesh, cuts=moe.cuts(params, mesh))
-    with pytest.raises(NotImplementedError, match="scatter: ranks have slices along 'expert'"):
+    with pytest.raises(NotImplementedError, match="scatter: some leaves are cut along 'expert'"):
         zerofn.scatter(zerofn.gather(state["params"]), like=state["params"])
 
 

@@ -216,9 +216,9 @@ def test_what_cannot_be_is_a_sentence():
     with pytest.raises(ValueError, match="no effect without momentum"):
         optim.sgd(1e-3, moments="8bit")
     module = build(2, dtype=torch.float64)
-    with pytest.raises(ValueError, match="8-bit blocks, which hold float32, and the parameters are float64"):
+    with pytest.raises(ValueError, match="8-bit blocks: such moments hold float32, but the parameters are float64"):
         state_of(module, 3, RULES["adamw"]("8bit"))
-    with pytest.raises(ValueError, match="float8 blocks, which hold float32, and the parameters are float64"):
+    with pytest.raises(ValueError, match="float8 blocks: such moments hold float32, but the parameters are float64"):
         state_of(module, 3, RULES["adamw"]("fp8"))
     params = {"w": torch.ones(3, dtype=torch.float64)}
     tx = RULES["lion"]("fp8")

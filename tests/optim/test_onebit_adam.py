@@ -242,7 +242,7 @@ def in_microbatches():
         return state.apply_gradients(vg(x)[1]), None
 
     state, _ = wrong(state, rows(zerofn.rank(), 0))
-    with pytest.raises(ValueError, match=r"reduce='microbatch' adds gradients over ranks in the course"):
+    with pytest.raises(ValueError, match=r"reduce='microbatch' sums gradients over ranks during the step"):
         wrong(state, rows(zerofn.rank(), 1))
 
 
@@ -385,7 +385,7 @@ def refused():
             loss, grads = zerofn.value_and_grad(loss_fn)(state.params, x)
             return state.apply_gradients(grads), loss
 
-        with pytest.raises(ValueError, match="takes gradients as this state's own value_and_grad leaves them"):
+        with pytest.raises(ValueError, match="needs gradients from this state's value_and_grad"):
             (zerofn.compile(summed) if captured else summed)(state, rows(zerofn.rank(), 0))
     state, _ = step(state, rows(zerofn.rank(), 0))
     sums = zerofn.value_and_grad(loss_fn)(state.params, rows(zerofn.rank(), 1))[1]
@@ -393,7 +393,7 @@ def refused():
     with pytest.raises(ValueError, match="onebit_adam: from its freeze step on it adds gradients over ranks itself"):
         state.apply_gradients(sums)
     mesh = zerofn.Mesh.make(replicate=zerofn.world_size(), data=1)
-    with pytest.raises(NotImplementedError, match="signs, whose sums go over ranks along 'data' and 'context' alone"):
+    with pytest.raises(NotImplementedError, match="signs, whose sums work only along the axes 'data' and 'context'"):
         started(3, tx=tx, mesh=mesh)
 
 

@@ -173,7 +173,10 @@ def refusals():
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
         (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
-        (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING), "do not make up its 3"),
+        (
+            lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING),
+            "do not cover each of its 3",
+        ),
         (lambda: tensor(build(TIED), mesh, {**UNALIKE, "model.embed_tokens": "replicate"}), "share the parameter"),
         (
             lambda: tensor(build(TIED), mesh, {"model.embed_tokens": "embedding_rowwise"}),
@@ -196,7 +199,7 @@ def refusals():
         with pytest.raises((ValueError, TypeError), match=message):
             call()
     cuts = tensor(zerofn.skeleton(mlp), mesh, PLAN)
-    with pytest.raises(ValueError, match="no parameter is called so"):
+    with pytest.raises(ValueError, match="no parameter has this name"):
         zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=cuts)
 
 

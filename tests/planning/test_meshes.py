@@ -356,13 +356,13 @@ def test_the_table_names_axes():
 def test_shard_takes_the_plan_of_its_own_mesh_alone():
     table = planned({"data": 1}, 3)
     assert zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of).params.spec.stage == 3
-    with pytest.raises(ValueError, match=r"for 4 rank\(s\), and there are 1"):
+    with pytest.raises(ValueError, match=r"for 4 rank\(s\), but this job has 1"):
         zerofn.shard(init_state, stage="auto", plan=planned({"data": 2, "tensor": 2}, 3), unit=unit_of)
 
 
 def taken():
     table = planned({"data": 1, "replicate": 2}, 3)
-    with pytest.raises(ValueError, match=r"recommends another mesh.*write mesh=zerofn.Mesh.make\(replicate=2\)"):
+    with pytest.raises(ValueError, match=r"recommends a different mesh.*Write mesh=zerofn.Mesh.make\(replicate=2\)"):
         zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of)
     mesh = Mesh.make(replicate=2)
     return zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params.spec.mesh.size(
@@ -372,7 +372,7 @@ def taken():
 
 def over_all():
     mesh, table = Mesh.make(replicate=2, data=2), planned({"replicate": 2, "data": 2}, 3, hpz=True)
-    with pytest.raises(ValueError, match="takes precision, offload, hpz and wire from the plan"):
+    with pytest.raises(ValueError, match="reads precision, offload, hpz and wire from the plan"):
         zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh, hpz=True)
     params = zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of, mesh=mesh).params
     return params.spec.partition.again is not None

@@ -173,12 +173,12 @@ def test_shard_takes_what_is_recommended():
     table = planned(stage=(0, 3), world=1)
     state = zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of)
     assert state.params.spec.stage == table.best.config.stage
-    with pytest.raises(ValueError, match="go together: table = zerofn.plan"):
+    with pytest.raises(ValueError, match="needs stage='auto'. Write table = zerofn.plan"):
         zerofn.shard(init_state, stage="auto")
     with pytest.raises(ValueError, match="go together"):
         zerofn.shard(init_state, stage=3, plan=table)
     for given in ({"precision": "bf16"}, {"wire": "bf16"}):
-        with pytest.raises(ValueError, match="takes precision, offload, hpz and wire from the plan"):
+        with pytest.raises(ValueError, match="reads precision, offload, hpz and wire from the plan"):
             zerofn.shard(init_state, stage="auto", plan=table, **given)
 
 
@@ -201,7 +201,7 @@ def test_what_is_sent_in_fewer_bytes_is_planned_so():
 
 
 def test_a_plan_for_other_ranks_is_not_taken():
-    with pytest.raises(ValueError, match=r"the plan is for 2 rank\(s\), and there are 1"):
+    with pytest.raises(ValueError, match=r"the plan is for 2 rank\(s\), but this job has 1"):
         zerofn.shard(init_state, stage="auto", plan=planned(stage=3, world=2))
 
 

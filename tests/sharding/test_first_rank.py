@@ -74,7 +74,8 @@ def drawn_with_other_seeds(stage):
 def test_every_rank_draws_as_the_first_one_and_has_its_own_state_back(ranks, stage):
     (told,), *others = ranks(2, drawn_with_other_seeds, stage)
     assert (
-        "torch's generator and Python's random generator and numpy.random generator, in another state on rank 1" in told
+        "torch's generator and Python's random generator and numpy.random generator, whose state differs between rank 1"
+        in told
     )
     assert others == [[]]
 
@@ -147,7 +148,7 @@ def refused():
         r"rank 0: .*randn\(\[1\]": first_draws_more,
     }
     for words, init in cases.items():
-        with pytest.raises(RuntimeError, match=rf"shard: ranks 0 and 1 initialise the state differently[^\0]*{words}"):
+        with pytest.raises(RuntimeError, match=rf"shard: ranks 0 and 1 initialise different states[^\0]*{words}"):
             zerofn.shard(init)
     zerofn.shard(lambda: made(torch.randn(SIZE, generator=shared)))  # and they go on
     zerofn.shard(lambda: seeded(3))
@@ -177,8 +178,8 @@ def test_a_state_of_other_values_is_the_first_ranks_on_all(ranks, stage):
     told = ranks(3, other_values, stage)
     assert [len(x) for x in told] == [1, 0, 0]
     assert told[0][0].startswith(
-        "shard: ranks 0 and 1 bring other values of 'params.0', 'params.1', 'params.2' and 1 more. All ranks take "
-        "those of rank 0."
+        "shard: ranks 0 and 1 have different values of 'params.0', 'params.1', 'params.2' and 1 more. All ranks use "
+        "the values of rank 0."
     )
 
 

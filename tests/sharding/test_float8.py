@@ -18,7 +18,7 @@ def test_the_rule_takes_linear_layers_but_heads_and_odd_sizes():
     rule = Fp8()
     assert rule.why_not("up", weight(64, 32), 96) == ""
     assert rule.why_not("head", weight(96, 32), 96).startswith("a head")
-    assert rule.why_not("odd", weight(64, 24), 96) == "its sizes [64, 24] are no multiples of 16"
+    assert rule.why_not("odd", weight(64, 24), 96) == "its sizes [64, 24] are not multiples of 16"
 
 
 def test_a_rule_of_ones_own_is_asked_for_names():
@@ -82,7 +82,7 @@ def test_the_cpu_emulates():
 
 @pytest.mark.parametrize("device", ["mps", "xpu"])
 def test_other_devices_are_refused(device):
-    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU .*, and this is {device}. Write precision='bf16'"):
+    with pytest.raises(ValueError, match=f"needs an NVIDIA GPU .*; this device is {device}. Write precision='bf16'"):
         check_device(torch.device(device))
 
 
@@ -95,7 +95,7 @@ def test_gpus_have_float8_from_compute_capability_8_9_on(monkeypatch, capability
     if fits:
         assert partition.at(torch.device("cuda", 0)).precision.fp8 == Fp8()
         return
-    with pytest.raises(ValueError, match=re.escape("and this is NVIDIA A100 of compute capability 8.0.")):
+    with pytest.raises(ValueError, match=re.escape("this device is NVIDIA A100 of compute capability 8.0.")):
         partition.at(torch.device("cuda", 0))
 
 
@@ -112,7 +112,7 @@ def test_masters_and_checkpoints_are_those_of_bf16():
 
 
 def test_what_is_gathered_in_float8_is_chosen_before_a_step_is_seen():
-    with pytest.raises(ValueError, match=r"Fp8\(gather=True\) needs where"):
+    with pytest.raises(ValueError, match=r"Fp8\(gather=True\) needs the argument"):
         Fp8(gather=True)
     rule = Fp8(lambda name: name != "down", gather=True)
     assert rule.gathers("up", (64, 32)) and not rule.gathers("down", (64, 32))

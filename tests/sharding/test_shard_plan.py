@@ -77,7 +77,9 @@ def test_codecs():
     assert [stored(torch.float32, x).codec for x in (bf16, bf16.beside(), fp32)] == [SPLIT, PLAIN, PLAIN]
     assert stored(wide, bf16) == StorageSpec(PLAIN, wide)  # which has no halves
     assert stored(torch.float32, fp32.beside(SIGNED)).codec == SIGNED
-    with pytest.raises(ValueError, match="'mu' is to be kept in 8-bit blocks, which hold float32, and the .* float64"):
+    with pytest.raises(
+        ValueError, match="'mu' cannot be stored in 8-bit blocks: such moments hold float32, but the .* float64"
+    ):
         stored(wide, fp32.beside(SIGNED), "mu")
 
 

@@ -302,7 +302,7 @@ def parts(stage, container):
     assert torch.equal(new["q2"]["1.w"], unshard(twin)["1.w"])
     assert torch.equal(new["actor"]["0.w"], whole["actor"]["0.w"])
     assert type(unshard(p["q2"])) is type(whole["q2"])
-    with pytest.raises(ValueError, match="'actor' is not laid out like"):
+    with pytest.raises(ValueError, match="'actor' has another layout than"):
         p.replace({"actor": moved})
     grads = torch.func.grad(lambda q: sum(x.pow(2).sum() for x in tree.leaves(gather(q))))(p["q1"])
     assert torch.equal(unshard(grads)["0.w"], 2 * whole["q1"]["0.w"])
@@ -362,7 +362,7 @@ def test_gather_and_scatter_name_their_axis():
         for axis in (None, name, Axis(name, 1)):
             again = gather(scatter(values, like=p, axis=axis), axis=axis)
             assert all(torch.equal(again[k], values[k]) for k in values)
-        said = f"there is no axis 'expert' here; the tree is sharded over '{name}' alone. Write axis='{name}'"
+        said = f"the tree is sharded over '{name}', not over 'expert'. Write axis='{name}'"
         with pytest.raises(ValueError, match=f"^gather: {said}"):
             gather({"plain": values, "cut": p}, axis="expert")
         with pytest.raises(ValueError, match=f"^scatter: {said}"):
@@ -387,10 +387,10 @@ def test_what_a_rank_holds_of_a_leaf_can_be_copied_and_pickled():
 def test_a_sharded_tree_is_no_dict():
     p = sharded(params(), 3)
     for misuse in ("keys", "items", "values"):
-        with pytest.raises(AttributeError, match=r"it is what this rank holds of a tree.* zerofn.gather\(params\)"):
+        with pytest.raises(AttributeError, match=r"it is this rank's part of a tree.* zerofn.gather\(params\)"):
             getattr(p, misuse)
     for misuse in (list, lambda p: "0.w" in p, lambda p: p[0]):
-        with pytest.raises(TypeError, match=r"has no entry 0: it is what this rank holds of a tree"):
+        with pytest.raises(TypeError, match=r"has no entry 0: it is this rank's part of a tree"):
             misuse(p)
     with pytest.raises(AttributeError, match="a Sharded has no 'nothing'"):
         p.nothing  # noqa: B018

@@ -293,9 +293,11 @@ def without_effect():
     for stage in (0, 1, 2):
         with pytest.raises(ValueError, match=f"hpz=True has no effect at stage {stage}: .* Write stage=3"):
             zerofn.shard(whole, stage=stage, mesh=mesh, hpz=True)
-    with pytest.raises(ValueError, match="no effect on a mesh of data=4: there is no axis 'replicate'"):
+    with pytest.raises(ValueError, match="no effect on a mesh of data=4: it shards the state over an axis 'replicate'"):
         zerofn.shard(whole, mesh=Mesh.make(data=4), hpz=True)
-    with pytest.raises(ValueError, match=r"among one rank, which is stage 2 on zerofn.Mesh.make\(data=4\)"):
+    with pytest.raises(
+        ValueError, match=r"from one rank only, which is the same as stage=2 on zerofn.Mesh.make\(data=4\)"
+    ):
         zerofn.shard(whole, mesh=Mesh.make(replicate=4), hpz=True)
     with pytest.raises(TypeError, match="hpz='cpu' is neither True nor False"):
         zerofn.shard(whole, mesh=mesh, hpz="cpu")

@@ -36,13 +36,15 @@ def test_the_wire_is_an_option_of_shard_and_of_precision(asked, sent):
 def test_an_unknown_form_is_answered_with_those_there_are(make):
     with pytest.raises(ValueError, match="wire='fp4' is not known; did you mean 'fp8'"):
         make("fp4")
-    with pytest.raises(ValueError, match="wire='int4' is for gathers alone: sums need more than 4 bits. Write"):
+    with pytest.raises(
+        ValueError, match="wire='int4' works for gathers only, because sums of gradients need more than 4 bits. Write"
+    ):
         make("int4")
     with pytest.raises(TypeError, match="wire: expected a word such as 'int8', a zerofn.Wire, a dict"):
         make(8)
     with pytest.raises(ValueError, match="wire='INT8' is not known; did you mean 'int8'"):
         make("INT8")
-    with pytest.raises(TypeError, match=r"keys of a dict are names of a mesh's axes, such as .*; got 0"):
+    with pytest.raises(TypeError, match=r"keys of a dict must be names of mesh axes, such as .*; got 0"):
         make({0: "int8"})
     with pytest.raises(ValueError, match="wire='int3' is not known; did you mean 'int8'"):
         make({"data": "int3"})
@@ -51,19 +53,26 @@ def test_an_unknown_form_is_answered_with_those_there_are(make):
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"gather": "int3"}, r"zerofn.Wire: gather='int3' is not known: forms are bf16, fp8, int8, int4 and None"),
+        ({"gather": "int3"}, r"zerofn.Wire: gather='int3' is not possible: forms are bf16, fp8, int8, int4 and None"),
         (
             {"reduce": "int4"},
-            "reduce='int4' is not known: sums need more than 4 bits, or feedback=True; write reduce='int8'",
+            "reduce='int4' is not possible: a sum needs more than 4 bits, or feedback=True. Write reduce='int8'",
         ),
-        ({"gather": "int8", "feedback": True}, "and reduce=None sends them as they are; write reduce='int8', or leave"),
-        ({"reduce": "int8", "rounding": "stochastic", "feedback": True}, "the nearest codes leave out, which is least"),
-        ({"block": 100}, "zerofn.Wire: block=100 does not divide every shard into blocks; it can be 128, 256"),
+        (
+            {"gather": "int8", "feedback": True},
+            "but reduce=None sends gradients without rounding. Write reduce='int8', or leave",
+        ),
+        ({"reduce": "int8", "rounding": "stochastic", "feedback": True}, "which has the smallest error to feed back"),
+        (
+            {"block": 100},
+            "zerofn.Wire: block=100 is not possible, because shards must divide into whole blocks. Write "
+            "one of 128, 256",
+        ),
         ({"smallest": -1}, "zerofn.Wire: smallest=-1 elements cannot be negative; write smallest=0"),
         ({"rounding": "random"}, "zerofn.Wire: rounding='random' is not known; write rounding='nearest'"),
         (
             {"gather": "int8", "rounding": "stochastic"},
-            "is for gradients in blocks of codes, and reduce=None: parameters are gathered as the nearest codes. Write",
+            "needs gradients in blocks of codes, but reduce=None: parameters are gathered as the nearest codes. Write",
         ),
         ({"reduce": "bf16", "rounding": "stochastic"}, "reduce='bf16': bfloat16 is rounded to nearest. Write reduce="),
     ],
@@ -76,7 +85,7 @@ def test_what_is_no_wire_says_so(options, sentence):
 
 
 @pytest.mark.parametrize(
-    "name, why", [("tensor", "activations alone; leave it out"), ("node", "mesh has no axis 'node'")]
+    "name, why", [("tensor", "activations only. Leave this axis out"), ("node", "mesh has no axis 'node'")]
 )
 def test_an_axis_along_which_no_unit_is_sent_is_refused(name, why):
     mesh = Mesh.planned({"data": 2, "tensor": 2})
@@ -86,10 +95,7 @@ def test_an_axis_along_which_no_unit_is_sent_is_refused(name, why):
 
 def test_axes_of_one_transfer_have_one_form():
     mesh = Mesh.planned({"data": 2, "context": 2})
-    with pytest.raises(
-        ValueError,
-        match=r"'data' and 'context' in one transfer, which has one form; write wire={'data': 'int8', 'context': 'int",
-    ):
+    with pytest.raises(ValueError, match=r"same wire codec. Write wire={'data': 'int8', 'context': 'int"):
         Partition.zero(mesh, 3, wire={"data": "int8"})
     both = {"data": "int8", "context": "int8"}
     assert along(Partition.zero(mesh, 3, wire=both).precision.wire, mesh.shards) == BOTH
@@ -99,16 +105,20 @@ def test_axes_of_one_transfer_have_one_form():
 
 def test_what_is_left_out_has_a_place_in_a_state():
     wire = Wire(reduce="int4", feedback=True)
-    with pytest.raises(ValueError, match="keeps what codes leave out of gradients in the state, and a zerofn.TrainSta"):
+    with pytest.raises(
+        ValueError, match="stores the rounding errors of gradients in the state, and only a zerofn.TrainSta"
+    ):
         zerofn.shard(STATE, wire=wire)
-    with pytest.raises(NotImplementedError, match="leave out of units of layers, and the mesh has expert=2 with units"):
+    with pytest.raises(NotImplementedError, match="experts' gradients yet, and the mesh has experts on expert=2"):
         Partition.zero(Mesh.planned({"data": 2, "expert": 2}), 3, wire=wire)
 
 
 def test_gathers_have_one_form():
     rule = zerofn.Fp8(lambda name: True, gather=True)
     f32, bf16 = torch.float32, torch.bfloat16
-    with pytest.raises(ValueError, match=r"and so does Fp8\(gather=True\); leave one of them out"):
+    with pytest.raises(
+        ValueError, match=r"Fp8\(gather=True\) say in which form parameters are gathered. Leave one of them out"
+    ):
         Precision(f32, bf16, f32, wire="int8", fp8=rule)
     assert Precision(f32, bf16, f32, wire=Wire(reduce="int8"), fp8=rule).wire == Wire(reduce="int8")
 

@@ -137,7 +137,7 @@ def test_replicas_of_another_rhythm_are_told(ranks):
 def with_feedback():
     init = lambda: zerofn.TrainState.create(params={"w": torch.ones(4)}, tx=optim.adamw(RATE))  # noqa: E731
     wire = zerofn.Wire("int8", "int8", smallest=0, feedback=True)
-    with pytest.raises(NotImplementedError, match="replicas keep no error feedback"):
+    with pytest.raises(NotImplementedError, match="no place for the error feedback"):
         step_of(every=4).init(zerofn.shard(init, mesh=Mesh.make(replicate=2), wire=wire))
 
 
@@ -338,19 +338,22 @@ def step_of(**options):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"every": 0}, "every=0 inner steps are none; write every=100"),
-        ({"every": 1}, "every=1 meets behind each step, which leaves no step for tau=1 .* write tau=0"),
-        ({"every": 4, "after": -1}, "after=-1 must be the number of first steps that all ranks take together, or 0"),
-        ({"every": 4, "fragments": 5}, "fragments=5: .* write a number from 1 to 4"),
-        ({"every": 4, "tau": 4}, "tau=4: .* write a number from 0 to 3, or a larger every"),
-        ({"every": 4, "mix": 1.0}, "mix=1.0 must be a number from 0 to less than 1"),
+        ({"every": 0}, "every=0 must be 1 or more inner steps. Write every=100"),
+        ({"every": 1}, "with every=1 replicas average after each step, .* tau=1 asks. Write tau=0"),
+        ({"every": 4, "after": -1}, "after=-1 must be 0 or more: the number of steps at the start of the run"),
+        ({"every": 4, "fragments": 5}, "fragments=5 .*Write a number from 1 to 4"),
+        ({"every": 4, "tau": 4}, "tau=4 .*Write a number from 0 to 3, or a larger every"),
+        ({"every": 4, "mix": 1.0}, "mix=1.0 must be at least 0 and less than 1"),
         ({"every": 4, "tau": 0, "mix": 0.5}, "mix=0.5 has no effect with tau=0"),
         ({"every": 4, "wire": "int3"}, "wire='int3' is not known"),
         (
             {"every": 4, "wire": zerofn.Wire(reduce="int8", rounding="stochastic")},
-            "rounding='stochastic' needs the key of a step, and between steps",
+            "rounding='stochastic' needs the random key of a step",
         ),
-        ({"every": 4, "wire": zerofn.Wire(reduce="int8", feedback=True)}, "feedback=True is about gradients, and repl"),
+        (
+            {"every": 4, "wire": zerofn.Wire(reduce="int8", feedback=True)},
+            "feedback=True works for gradients, but repl",
+        ),
     ],
     ids=str,
 )
@@ -369,30 +372,32 @@ def plain_state(mesh, **options):
 
 
 def test_a_mesh_without_replicas_is_told():
-    with pytest.raises(ValueError, match=r"axis='replicate' is none of replicas on the state's mesh.*\['data'\]"):
+    with pytest.raises(
+        ValueError, match=r"axis='replicate' must be an axis of replicas of the state's mesh.*\['data'\]"
+    ):
         step_of(every=4).init(plain_state(Mesh.make(data=1)))
-    with pytest.raises(ValueError, match="axis='data' is none of replicas"):
+    with pytest.raises(ValueError, match="axis='data' must be an axis of replicas"):
         step_of(every=4, axis="data").init(plain_state(Mesh.make(data=1, replicate=1)))
 
 
 def test_a_state_that_is_none_is_told():
     step, mesh = step_of(every=4), Mesh.make(replicate=1)
-    with pytest.raises(TypeError, match="init takes a state that zerofn.shard returned"):
+    with pytest.raises(TypeError, match="init expects a state from zerofn.shard"):
         step.init({"params": {"w": torch.ones(4)}})
-    with pytest.raises(TypeError, match="write state = step.init"):
+    with pytest.raises(TypeError, match="Write state = step.init"):
         zerofn.compile(step)(plain_state(mesh), None)
-    with pytest.raises(ValueError, match=r"fragments=2, and the parameters are in 1 unit\(s\)"):
+    with pytest.raises(ValueError, match=r"fragments=2, but the parameters have only 1 unit\(s\)"):
         step_of(every=4, fragments=2).init(plain_state(mesh))
     state = step.init(plain_state(mesh))
-    with pytest.raises(ValueError, match="the state is of 1 fragment"):
+    with pytest.raises(ValueError, match="the state was made with 1 fragment"):
         step_of(every=4, tau=0)(state, None)
-    with pytest.raises(ValueError, match="the state has SgdState of another outer optimizer, .* keeps A"):
+    with pytest.raises(ValueError, match="the state has SgdState, from another outer optimizer; .* needs A"):
         step_of(every=4, outer=zerofn.optim.adamw(1e-3))(state, None)
 
 
 def with_hpz():
     mesh = Mesh.make(replicate=2, data=2)
-    with pytest.raises(ValueError, match="with hpz=True replicas share one state"):
+    with pytest.raises(ValueError, match="spreads one state over all replicas"):
         step_of(every=4).init(plain_state(mesh, hpz=True))
 
 

@@ -127,13 +127,13 @@ def test_what_a_region_may_not_do():
     def in_place(h, w):
         return h.detach().mul_(2).sum() + w.sum(), torch.zeros((), dtype=torch.int64)
 
-    with pytest.raises(
-        RuntimeError, match=r"of_another_shape returned \[\d+\] torch.float32.*like has said \[\] torch"
-    ):
+    with pytest.raises(RuntimeError, match=r"of_another_shape returned \[\d+\] torch.float32.*announced \[\] torch"):
         wrong(of_another_shape)
-    with pytest.raises(RuntimeError, match="in_place wrote to an argument; an eager_region works on clones"):
+    with pytest.raises(RuntimeError, match="in_place wrote to an argument, which an eager_region may not"):
         wrong(in_place)
-    with pytest.raises(TypeError, match="of_some_rows: like must return a tree of tensors"):
+    with pytest.raises(
+        TypeError, match="of_some_rows: the function `like` of an eager_region must return a tree of tensors"
+    ):
         wrong(of_some_rows, like=lambda h, w: 3)
 
 
@@ -142,7 +142,9 @@ def test_a_closure_over_the_step_is_refused():
         region = zerofn.eager_region(lambda h: (h @ params["1.w"]).sum(), like=lambda h: h.new_empty(()))
         return region(torch.tanh(batch["x"] @ params["0.a"]))
 
-    with pytest.raises(ValueError, match=r"closes over 'params', which belongs to the step; give it as an argument"):
+    with pytest.raises(
+        ValueError, match=r"closes over 'params', which holds tensors of the step. Pass it to the region as an argument"
+    ):
         zerofn.compile(step_with(loss))(state_of(3), rows())
 
 

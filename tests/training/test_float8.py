@@ -323,7 +323,7 @@ def test_wide_layers_are_planned_to_be_faster():
 def test_what_stays_in_bfloat16_is_said_and_can_be_chosen():
     state, step = started()
     plan = zerofn.compile(step).lower(state, batch_of())
-    odd = "its sizes [3, 32] are no multiples of 16"
+    odd = "its sizes [3, 32] are not multiples of 16"
     assert plan.float8 == {"a.weight": "", "b.weight": "", "c.weight": "", "last.weight": odd}
     assert "in float8: a.weight, b.weight, c.weight\n" in plan.text()
     assert f"in bfloat16, {odd}: last.weight" in plan.text() and plan.json()["float8"] == plan.float8
@@ -453,7 +453,7 @@ def test_a_step_without_such_a_layer_is_told(caplog):
 
     for net, why in (
         (Viewed(), "no linear layer multiplies by it as it is."),
-        (nn.Linear(32, 3), "no multiples of 16."),
+        (nn.Linear(32, 3), "not multiples of 16."),
     ):
         state, step = started(net=net)
         with caplog.at_level(logging.WARNING, "zerofn"):
@@ -494,7 +494,7 @@ def test_a_second_derivative_is_refused():
 def test_a_layer_of_another_size_that_the_rule_takes_is_refused():
     precision = zerofn.Precision(torch.float32, torch.bfloat16, torch.float32, fp8=zerofn.Fp8(lambda name: True))
     state, step = started(precision)
-    with pytest.raises(ValueError, match=r"takes 'last.weight', a weight of \[3, 32\].*pad the layer"):
+    with pytest.raises(ValueError, match=r"selects 'last.weight', a weight of \[3, 32\].*Pad the layer"):
         zerofn.compile(step)(state, batch_of())
 
 

@@ -30,7 +30,7 @@ def test_the_order_follows_from_the_seed_and_can_be_left(ranks):
 
 
 def few():
-    with pytest.raises(ValueError, match="2 ranks have rows of their own, and the dataset has 1"):
+    with pytest.raises(ValueError, match="2 ranks need different rows, but the dataset has only 1"):
         zerofn.sampler([0], Mesh.make(data=2))
 
 

@@ -73,14 +73,16 @@ def failing(where):
 
 def test_a_loader_that_fails_stops_all(ranks):
     first, second = ranks(2, failing, None)
-    assert first == "RuntimeError: zerofn.even: stopped, because the loader of rank 1 failed; its error says more."
+    assert first == (
+        "RuntimeError: zerofn.even: stopped, because the loader of rank 1 failed. That rank's own error says why."
+    )
     assert second == "OSError: the file is gone"
 
 
 def test_one_process_gets_its_own_batches():
     assert list(zerofn.even([1, 2])) == [1, 2] and list(zerofn.even([])) == []
     assert [x["w"] for x in zerofn.even([{"a": 1}], pad="w")] == [1.0]
-    with pytest.raises(TypeError, match="with pad='w', batches must be mappings, got int"):
+    with pytest.raises(TypeError, match="with pad='w', a batch must be a mapping, such as a dict; got int"):
         list(zerofn.even([1], pad="w"))
     with pytest.raises(ValueError, match="has an entry 'w' already"):
         list(zerofn.even([{"w": 1}], pad="w"))

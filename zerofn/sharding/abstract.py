@@ -76,8 +76,9 @@ class _Places(NamedTuple):
             return unit.leaves
         if not offsets:
             raise RuntimeError(
-                f"abstract: two trees have a unit {unit.name!r}, and slices of other leaves in it, so this state "
-                "cannot be sent to another process. Make one there, and give that to zerofn.load."
+                f"abstract: two trees of this state have a unit {unit.name!r}, with slices of different leaves in it, "
+                "so zerofn.abstract cannot describe the state for another process. Make the state in that process, and "
+                "pass it to zerofn.load as `like`."
             )
         leaves = sorted(unit.leaves, key=lambda leaf: leaf.order)
         return tuple(replace(leaf, shape=leaf.whole, offset=offsets[leaf.order], cuts=()) for leaf in leaves)

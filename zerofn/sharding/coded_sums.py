@@ -52,7 +52,7 @@ def check_ranks(spec: Spec, what: str) -> None:
     odd = [axis.name for axis in mesh.axes if axis.size > 1 and _is_odd(axis.kind)]
     if odd:
         raise NotImplementedError(
-            f"{what} sums go over ranks along 'data' and 'context' alone, and the mesh has {odd[0]!r}, too; write "
+            f"{what} sums work only along the axes 'data' and 'context', but the mesh also has {odd[0]!r}. Write "
             "mesh=zerofn.Mesh.make(data=-1), or tx=optim.adamw(...)."
         )
 

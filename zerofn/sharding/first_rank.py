@@ -107,10 +107,12 @@ def check_equal(mesh: Mesh, lines: Sequence[str]) -> None:
         first, other, differing = found
         here, there = differing[0]
         raise RuntimeError(
-            f"shard: ranks {first} and {other} initialise the state differently, so that each would hold parts of its "
-            f"own.\n  rank {first}: {here}\n  rank {other}: {there}\n"
-            "Numbers, files and seeds inside the function must be the same on every rank. Seeds outside need not be: "
-            f"torch's, Python's and NumPy's global generators are in rank {first}'s states while it runs."
+            f"shard: ranks {first} and {other} initialise different states, so their shards would not fit together.\n"
+            f"  rank {first}: {here}\n"
+            f"  rank {other}: {there}\n"
+            "Use the same numbers, files and seeds inside the function on every rank. Seeds set outside the function "
+            f"may differ: while it runs, the global generators of torch, Python and NumPy have rank {first}'s states "
+            "on all ranks."
         )
 
 
@@ -132,8 +134,8 @@ def values_on_first(
     first, other, differing = found
     if _is(first):
         log.warning(
-            "shard: ranks %d and %d bring other values of %s. All ranks take those of rank %d. Seed every rank alike "
-            "before the state is made, or pass the function that makes it.",
+            "shard: ranks %d and %d have different values of %s. All ranks use the values of rank %d. Set the same "
+            "seed on every rank before you make the state, or pass the function that makes it to shard.",
             first,
             other,
             _listed([repr(line.rpartition(" ")[0]) for line, _ in differing]),
@@ -171,8 +173,9 @@ def _tell_of_draws(first: int, ranks: dict[str, list[int]]) -> None:
     found = {name: x for name, x in ranks.items() if x}
     if found:
         log.warning(
-            "shard: the initialisation draws from %s, in another state on %s than on rank %d. All ranks draw as rank "
-            "%d; each has its own state back now. Seed them alike before shard, and each in its own way afterwards.",
+            "shard: the initialisation draws from %s, whose state differs between %s and rank %d. All ranks drew from "
+            "the state of rank %d, and each rank then got its own generator state back. Set the same seed on all ranks "
+            "before shard, and different seeds after it.",
             " and ".join(f"{name} generator" for name in found),
             _listed([f"rank {r}" for r in sorted({r for x in found.values() for r in x})]),
             first,

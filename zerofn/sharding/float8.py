@@ -58,8 +58,9 @@ class Fp8:
         check_fields(self)
         if self.gather and self.where is None:
             raise ValueError(
-                "Fp8(gather=True) needs where: it rounds weights where they are stored, before a step shows which of "
-                'them are of linear layers. Write Fp8(lambda name: "layers." in name, gather=True).'
+                "Fp8(gather=True) needs the argument `where`: weights are rounded before they are gathered, when no "
+                'step has shown which of them belong to linear layers. Write Fp8(lambda name: "layers." in name, '
+                "gather=True)."
             )
 
     def asked(self, names: Iterable[str]) -> Fp8:
@@ -98,10 +99,10 @@ class Fp8:
         sizes = list(weight.shape)
         if any(n % ALIGNED for n in sizes):
             if self.where is None:
-                return f"its sizes {sizes} are no multiples of {ALIGNED}"
+                return f"its sizes {sizes} are not multiples of {ALIGNED}"
             raise ValueError(
-                f"Fp8(where) takes {name!r}, a weight of {sizes}, and float8 products need sizes that are multiples of "
-                f"{ALIGNED}: pad the layer, or let where({name!r}) return False."
+                f"Fp8(where) selects {name!r}, a weight of {sizes}, but float8 products need sizes that are multiples "
+                f"of {ALIGNED}. Pad the layer, or let where({name!r}) return False."
             )
         if self.where is None and sizes[0] == longest:
             return "a head: it has as many outputs as the longest embedding table has rows"
@@ -123,7 +124,7 @@ def refuse(name: str) -> NoReturn:
     """Raise `ValueError` for a device or machine without float8 products."""
     raise ValueError(
         f"precision='fp8' needs an NVIDIA GPU of compute capability {_words(_FIRST)} or newer, such as an L4, L40S, "
-        f"H100 or B200, and this is {name}. Write precision='bf16'."
+        f"H100 or B200; this device is {name}. Write precision='bf16'."
     )
 
 

@@ -211,7 +211,9 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
 
     out = tree.tree_map(full, values, is_leaf=is_sharded)
     if only is not None and not found:
-        raise KeyError(f"gather: only={only!r} selects no leaf of a Sharded; print it for the names of its units.")
+        raise KeyError(
+            f"gather: only={only!r} selects no leaf of the tree. print(params) shows the names of its units."
+        )
     return out
 
 
@@ -231,8 +233,9 @@ def _looked_at(values: Sequence[Any], kept: Sequence[Sequence[Leaf]], mesh: Mesh
         odd = next((x for x in cut if out[x.index].requires_grad and torch.is_grad_enabled()), None)
         if odd is not None:
             raise TypeError(
-                f"gather: ranks have slices of {odd.name!r}, and with only= it is whole and has no derivative. Leave "
-                "only out to compute with the slice, or detach the parameters to look at the leaf."
+                f"gather: each rank has a slice of {odd.name!r}, and gather(only=...) joins the slices without a "
+                "derivative, but the parameters require grad. Leave `only` out to compute with this rank's slice, or "
+                "detach the parameters to read the whole leaf."
             )
         whole = assembled([out[x.index].detach() for x in cut], [cuts[x.index] for x in cut], mesh)
         for leaf, x in zip(cut, whole, strict=True):
@@ -267,8 +270,8 @@ def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sh
     of_experts = (cut.axis for leaf in like.layout.leaves for cut in leaf.cuts if kind_of(cut.axis).experts)
     if (found := next(of_experts, None)) is not None:  # the ranks that have them are fewer than it divides by
         raise NotImplementedError(
-            f"scatter: ranks have slices along {found!r} of some leaves, whose mean it does not know yet; take "
-            "gradients with zerofn.value_and_grad, or through zerofn.gather."
+            f"scatter: some leaves are cut along {found!r}, and scatter cannot average such slices yet. Take gradients "
+            "with zerofn.value_and_grad, or through zerofn.gather."
         )
     leaves, treedef = tree.flatten(values)
     expected = like.layout.leaves
@@ -276,7 +279,8 @@ def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sh
     if names != [leaf.name for leaf in expected]:
         odd = sorted({leaf.name for leaf in expected} ^ set(names))[:3]
         raise ValueError(
-            f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)}, which differ in {odd}."
+            f"scatter: expected the {len(expected)} leaves of `like`, got {len(names)} leaves; the names differ in "
+            f"{odd}."
         )
     for value, leaf in zip(leaves, expected, strict=True):
         if tuple(value.shape) != leaf.shape:

@@ -161,32 +161,34 @@ def check_stage(stage: Any) -> None:
     if stage not in STAGES or isinstance(stage, bool):
         near = nearest(stage, STAGES, 1, 0.0)
         raise ValueError(
-            f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and 3"
-            f"{f'; did you mean {near[0]}?' if near else '.'}"
+            f"stage={stage!r} is not known: stages are 0 (replicated), 1, 2 and "
+            f"3{f'; did you mean {near[0]}?' if near else '.'}"
         )
 
 
 def _check_hpz(mesh: Mesh, stage: int, hpz: Any) -> bool:
     """Return it. Raises `TypeError` or `ValueError` if it is no bool, or has no effect."""
     if not isinstance(hpz, bool):
-        raise TypeError(f"shard: hpz={hpz!r} is neither True nor False.")
+        raise TypeError(f"shard: hpz must be True or False, got {hpz!r}.")
     if not hpz:
         return False
     sizes = ", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes)
     if stage != 3:
         raise ValueError(
-            f"shard: hpz=True has no effect at stage {stage}: it is about parameters that are gathered for each use. "
-            "Write stage=3, or leave hpz out."
+            f"shard: hpz=True has no effect at stage {stage}, where parameters are not gathered for each use. Write "
+            "stage=3, or leave hpz out."
         )
     if mesh.replicas.size == 1:
         raise ValueError(
-            f"shard: hpz=True has no effect on a mesh of {sizes}: there is no axis 'replicate' of several ranks that "
-            "the state could be cut over, too. Write mesh=zerofn.Mesh.make(replicate=nodes, data=-1), or leave hpz out."
+            f"shard: hpz=True has no effect on a mesh of {sizes}: it shards the state over an axis 'replicate' of "
+            "several ranks as well, and this mesh has none. Write mesh=zerofn.Mesh.make(replicate=nodes, data=-1), or "
+            "leave hpz out."
         )
     if mesh.shards.size == 1:
         raise ValueError(
-            f"shard: hpz=True on a mesh of {sizes} would gather parameters among one rank, which is stage 2 on "
-            f"zerofn.Mesh.make(data={mesh.replicas.size}); write that, or give 'data' the ranks of a node."
+            f"shard: hpz=True on a mesh of {sizes} would gather parameters from one rank only, which is the same as "
+            f"stage=2 on zerofn.Mesh.make(data={mesh.replicas.size}). Write that, or make 'data' as large as the "
+            "number of ranks of a node."
         )
     return True
 
@@ -196,8 +198,8 @@ def _check_feedback(mesh: Mesh, precision: Precision) -> None:
     for axis in mesh.axes:
         if axis.size > 1 and axis.kind.experts and precision.feeds_back:
             raise NotImplementedError(
-                f"shard: feedback=True keeps what codes leave out of units of layers, and the mesh has {axis.name}="
-                f"{axis.size} with units of experts, too; leave feedback out, or that axis."
+                "shard: feedback=True cannot store the rounding errors of experts' gradients yet, and the mesh has "
+                f"experts on {axis.name}={axis.size}. Leave feedback out, or leave that axis out of the mesh."
             )
 
 
@@ -206,7 +208,9 @@ def _given(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cu
     found = {name: (x,) if isinstance(x, Cut) else x for name, x in (cuts or {}).items()}
     for name, x in found.items():
         if not isinstance(name, str) or not isinstance(x, list | tuple) or not all(isinstance(y, Cut) for y in x):
-            raise TypeError(f"shard: cuts must be as zerofn.parallel.tensor returns them, got {told(x)} for {name!r}.")
+            raise TypeError(
+                f"shard: cuts must be a dict as zerofn.parallel.tensor returns it; for {name!r} it has {told(x)}."
+            )
     return {name: tuple(x) for name, x in found.items()}
 
 

@@ -56,19 +56,20 @@ class Precision:
         if not isinstance(self.fp8, Fp8 | None):
             raise TypeError(
                 f"Precision: fp8 must be a zerofn.Fp8 or None, got {told(self.fp8)}. Write fp8=zerofn.Fp8() for all "
-                "linear layers but heads, fp8=zerofn.Fp8(where) for those whose weight's name where takes, or leave "
-                "fp8 out."
+                "linear layers except heads, fp8=zerofn.Fp8(where) for the layers whose weight's name makes `where` "
+                "return True, or leave fp8 out."
             )
         if self.fp8 is not None and self.compute is not torch.bfloat16:
             raise ValueError(
-                f"Precision(compute={self.compute}, fp8=...): layers around float8 products compute in bfloat16; write "
-                "Precision(torch.float32, torch.bfloat16, torch.float32, fp8=zerofn.Fp8()), which is precision='fp8'."
+                f"Precision(compute={self.compute}, fp8=...): with float8 products, all other operations must compute "
+                "in bfloat16. Write Precision(torch.float32, torch.bfloat16, torch.float32, fp8=zerofn.Fp8()), which "
+                "is precision='fp8'."
             )
 
         if self.fp8 is not None and self.fp8.gather and any(x.gather for x in self._wires()):
             raise ValueError(
-                "Precision: wire says how parameters are gathered, and so does Fp8(gather=True); leave one of them "
-                "out, or write zerofn.Wire(reduce=...)."
+                "Precision: both wire and Fp8(gather=True) say in which form parameters are gathered. Leave one of "
+                "them out, or write zerofn.Wire(reduce=...), which changes reductions only."
             )
 
     def _wires(self) -> list[Wire]:
@@ -126,7 +127,10 @@ def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
     if wire is not None:
         found, wire = resolve(precision), wires.given(wire)
         if found.wire not in (None, wire):
-            raise ValueError(f"shard: wire={wire!r}, and the precision has wire={found.wire!r}; leave one of them out.")
+            raise ValueError(
+                f"shard: the argument has wire={wire!r}, and the precision has wire={found.wire!r}. Leave "
+                "one of them out."
+            )
         return replace(found, wire=wire)
     if precision is None:
         return Precision()
@@ -137,8 +141,8 @@ def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
             return NAMED[precision]
         near = nearest(precision, NAMED, 1, 0.0)
         raise ValueError(
-            f"precision={precision!r} is not known; did you mean {near[0]!r}? "
-            f"Known are {sorted(NAMED)} and zerofn.Precision(param, compute, reduce)."
+            f"precision={precision!r} is not known; did you mean {near[0]!r}? Possible are {sorted(NAMED)} and "
+            "zerofn.Precision(param, compute, reduce)."
         )
     names = ", ".join(map(repr, sorted(NAMED)))
     given = precision if isinstance(precision, torch.dtype) else type(precision).__name__

@@ -170,24 +170,24 @@ def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Return what a plan's recommended row asks for."""
     if asked["stage"] != "auto" or not hasattr(plan, "options"):
         raise ValueError(
-            "shard: stage='auto' and plan= go together: table = zerofn.plan(train_step, init_state, "
-            "batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
+            "shard: stage='auto' needs plan=, and plan= needs stage='auto'. Write table = zerofn.plan(train_step, "
+            "init_state, batch, world=..., machine=...), then shard(init_state, stage='auto', plan=table)."
         )
     if any(asked[name] is not None for name in ("precision", "offload", "wire")) or asked["hpz"]:
         raise ValueError(
-            "shard(stage='auto') takes precision, offload, hpz and wire from the plan; leave them out, or give them to "
-            "zerofn.plan."
+            "shard(stage='auto') reads precision, offload, hpz and wire from the plan. Leave them out here, or pass "
+            "them to zerofn.plan."
         )
     if plan.world != mesh.num_ranks:
         raise ValueError(
-            f"shard: the plan is for {plan.world} rank(s), and there are {mesh.num_ranks}; write "
-            f"zerofn.plan(..., world={mesh.num_ranks})."
+            f"shard: the plan is for {plan.world} rank(s), but this job has {mesh.num_ranks}. Write zerofn.plan(..., "
+            f"world={mesh.num_ranks})."
         )
     options, wanted = plan.options(), plan.best.config.sizes
     found = [(x.kind.name, x.size) for x in mesh.axes if x.size > 1]
     if [x for x in wanted.items() if x[1] > 1] != found:
         raise ValueError(
-            f"shard: the plan recommends another mesh than {mesh}; write "
+            f"shard: the plan recommends a different mesh than {mesh}. Write "
             f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
         )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
@@ -265,8 +265,8 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     mesh = max(found, key=lambda mesh: mesh.num_ranks, default=None)  # what replicas have of their own is on fewer
     if rank is not None and mesh is not None and rank not in range(mesh.num_ranks):
         raise ValueError(
-            f"unshard: rank={rank!r} is not there; the state lies on {mesh.num_ranks} rank(s), "
-            "numbered from 0. Leave rank out to have it on all of them."
+            f"unshard: rank={rank!r} does not exist; the state is on {mesh.num_ranks} rank(s), numbered from 0. Leave "
+            "rank out to get the result on all ranks."
         )
 
     if current_trace() is None:  # transfers would wait in silence for a rank that does not come

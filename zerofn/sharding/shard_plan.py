@@ -140,8 +140,8 @@ def check_offload(partition: Partition, cuts: Sequence[ShardedPart]) -> None:
         return
     if not any(storage.placement for cut in cuts for storage in cut.storages):
         raise ValueError(
-            f"{offload} has no effect: the optimizer keeps nothing per parameter. Leave it out, or "
-            "offload the parameters: Offload(params=...)."
+            f"{offload} has no effect: the optimizer has no state per parameter. Leave it out, or offload the "
+            "parameters: Offload(params=...)."
         )
     kept: Counter[str] = Counter()
     for cut in cuts:
@@ -165,9 +165,9 @@ def check_feedback(cuts: Sequence[ShardedPart]) -> None:
         ]
         if spec.precision.feeds_back and coded and not any(coded):
             raise ValueError(
-                "shard: feedback=True has no effect, since no gradient is sent in codes: leaves have fewer elements "
-                "than `smallest`, are float64, or lie along axes without a form; write zerofn.Wire(reduce='int8', "
-                "smallest=0, feedback=True), or leave feedback out."
+                "shard: feedback=True has no effect, since no gradient is sent in codes: the leaves have fewer "
+                "elements than `smallest`, are float64, or are reduced along axes without a wire codec. Write "
+                "zerofn.Wire(reduce='int8', smallest=0, feedback=True), or leave feedback out."
             )
 
 
@@ -182,19 +182,21 @@ def check_cuts(trees: Sequence[Any], partition: Partition) -> None:
         if name not in shapes:
             near = nearest(name, shapes)
             raise ValueError(
-                f"shard: cuts has {name!r}, and no parameter is called so{f'; {near[0]!r} is' if near else ''}."
+                f"shard: cuts has {name!r}, but no parameter has this "
+                f"name{f'; did you mean {near[0]!r}?' if near else '.'}"
             )
         for cut in cuts:
             axis, shape = partition.mesh.axis(cut.axis), shapes[name]
             if not 0 <= cut.dim < len(shape) or shape[cut.dim] != cut.size or len(cut.slices) != axis.size:
                 raise ValueError(
-                    f"shard: {name!r} has shape {list(shape)}, and its cut is of {cut.size} elements along dim "
-                    f"{cut.dim} into {len(cut.slices)} slices, for the {axis.size} ranks of {cut.axis!r}."
+                    f"shard: {name!r} has shape {list(shape)}, but its entry in cuts divides {cut.size} elements along "
+                    f"dim {cut.dim} into {len(cut.slices)} slices, and {cut.axis!r} has {axis.size} ranks. Make cuts "
+                    "for this model and this mesh."
                 )
             if not makes_up(cut):
                 raise ValueError(
-                    f"shard: the slices {cut.slices} of {name!r} do not make up its {cut.size} elements along dim "
-                    f"{cut.dim}, each in one of them; write zerofn.parallel.tensor(model, mesh) for cuts that do."
+                    f"shard: the slices {cut.slices} of {name!r} do not cover each of its {cut.size} elements along "
+                    f"dim {cut.dim} once. Write zerofn.parallel.tensor(model, mesh), which returns slices that do."
                 )
     used = {cut.axis for cuts in partition.cuts.values() for cut in cuts}
     idle = [axis for axis in partition.mesh.slices if axis.name not in used]
@@ -202,8 +204,8 @@ def check_cuts(trees: Sequence[Any], partition: Partition) -> None:
         kind = idle[0].kind
         how = f"{kind.own_cuts}, or {kind.cuts} for a model of transformers" if kind.own_cuts else kind.cuts
         raise ValueError(
-            f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all do the same: no leaf is cut over it. "
-            f"Give cuts={how}, or leave the axis out of the mesh."
+            f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all compute the same: no leaf is cut over "
+            f"this axis. Pass cuts={how}, or leave the axis out of the mesh."
         )
 
 
@@ -240,8 +242,8 @@ def _codec_of(name: str, dtype: torch.dtype, codec: Codec) -> Codec:
         return PLAIN
     held, given = (str(x).removeprefix("torch.") for x in (codec.holds, dtype))
     raise ValueError(
-        f"shard: {name!r} is to be kept{codec.note}, which hold {held}, and the parameters are {given}; write "
-        "precision='fp32', or leave moments out."
+        f"shard: {name!r} cannot be stored{codec.note}: such moments hold {held}, but the parameters are {given}. "
+        "Write precision='fp32', or leave moments out."
     )
 
 

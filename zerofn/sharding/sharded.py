@@ -21,8 +21,8 @@ from .spec import Spec
 from .storage import StorageSpec, Stored, stored
 
 _NO_DICT = (
-    "it is what this rank holds of a tree, cut into flat shards. Write params['name'] for a leaf, tree_map for "
-    "what is elementwise, and zerofn.gather(params), or zerofn.unshard(params), for the tree with its tensors."
+    "it is this rank's part of a tree, as flat shards. Write params['name'] for the description of a leaf, tree_map "
+    "for elementwise operations, and zerofn.gather(params) or zerofn.unshard(params) for the tree with its tensors."
 )
 
 
@@ -164,7 +164,7 @@ class Sharded:
         for prefix, part in parts.items():
             mine = self[prefix]
             if not isinstance(mine, Sharded) or mine.layout != part.layout:
-                raise ValueError(f"replace: what is given for {prefix!r} is not laid out like params[{prefix!r}].")
+                raise ValueError(f"replace: the new value of {prefix!r} has another layout than params[{prefix!r}].")
             for i, shard in zip(self._positions(mine.layout), part.stored, strict=True):
                 shards[i] = shard
         return Sharded(self.spec, shards)
@@ -219,9 +219,10 @@ class LocalShard:
             if isinstance(x, LocalShard)
         )
         raise TypeError(
-            f"torch.{getattr(func, '__name__', func)} got params[{mine.name!r}], which says what this rank holds of a "
-            f"leaf and is no tensor: write zerofn.gather(params)[{mine.name!r}] for the leaf, "
-            "zerofn.global_norm(params) or zerofn.leaf_norms(params) for norms, or .local for this rank's part."
+            f"torch.{getattr(func, '__name__', func)} got params[{mine.name!r}], which describes this rank's part of a "
+            f"leaf and is not a tensor. Write zerofn.gather(params)[{mine.name!r}] for the leaf, "
+            f"zerofn.global_norm(params) or zerofn.leaf_norms(params) for norms, or params[{mine.name!r}].local for "
+            "this rank's part."
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -229,7 +230,7 @@ class LocalShard:
             raise AttributeError(name)
         advice = (
             (
-                "; it says what this rank holds of a leaf and is no tensor: write "
+                "; it describes this rank's part of a leaf and is not a tensor. Write "
                 f"zerofn.gather(params)[{self.name!r}].{name}, or .local for this rank's part"
             )
             if hasattr(Tensor, name)
@@ -257,8 +258,8 @@ def check_whole(values: Any, what: str) -> None:
     for x in tree.leaves(values, is_leaf=lambda x: isinstance(x, Sharded | LocalShard)):
         if isinstance(x, LocalShard):
             raise TypeError(
-                f"{what}: params[{x.name!r}] is what this rank holds of a leaf, and cannot be gathered by "
-                f"itself; write zerofn.{what}(params)[{x.name!r}]."
+                f"{what}: params[{x.name!r}] describes this rank's part of a leaf, and zerofn.{what} takes the whole "
+                f"tree. Write zerofn.{what}(params)[{x.name!r}]."
             )
 
 

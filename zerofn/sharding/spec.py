@@ -247,8 +247,8 @@ class Spec:
         name = axis.name if isinstance(axis, Axis) else axis
         if name not in (None, self.axis):
             raise ValueError(
-                f"{what}: there is no axis {name!r} here; the tree is sharded over {self.axis!r} alone. Write "
-                f"axis={self.axis!r}, or leave axis out."
+                f"{what}: the tree is sharded over {self.axis!r}, not over {name!r}. Write axis={self.axis!r}, or "
+                "leave axis out."
             )
 
     @cached_property

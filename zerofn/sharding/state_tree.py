@@ -84,15 +84,17 @@ def adapted(state: Any, precision: Precision) -> Any:
     nodes, treedef = tree.flatten(state, is_leaf=is_state)
     if not any(is_state(x) for x in nodes):
         raise ValueError(
-            f"shard: found no entry named 'params' in the state ({type(state).__name__}); the "
-            "parameters go there: {'params': dict(model.named_parameters()), ...} or a TrainState."
+            f"shard: the state (a {type(state).__name__}) has no entry 'params', which holds the parameters. Write "
+            "{'params': dict(model.named_parameters()), ...}, or make a zerofn.TrainState."
         )
     if any(map(is_sharded, tree.leaves(state, is_leaf=is_sharded))):
-        raise TypeError("shard: the state is already sharded; write shard(unshard(state), ...) to lay it out anew.")
+        raise TypeError(
+            "shard: the state is already sharded. To shard it in another way, write shard(unshard(state), ...)."
+        )
     if precision.feeds_back and not any(hasattr(x, "feedback") for x in nodes):
         raise ValueError(
-            "shard: feedback=True keeps what codes leave out of gradients in the state, and a zerofn.TrainState has a "
-            "field for it; write shard(zerofn.TrainState.create(params=params, tx=tx), wire=...)."
+            "shard: feedback=True stores the rounding errors of gradients in the state, and only a zerofn.TrainState "
+            "has a field for them. Write shard(zerofn.TrainState.create(params=params, tx=tx), wire=...)."
         )
     nodes = [x.with_precision(precision) if hasattr(x, "with_precision") else x for x in nodes]
     paths, leaves, treedef = tree.flatten_with_path(tree.unflatten(treedef, nodes))
@@ -108,8 +110,8 @@ def _tensor(name: str, x: Any) -> Tensor:
     if isinstance(x, bool | int | float):
         return as_tensor(x)
     raise TypeError(
-        f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, "
-        "bools and None. Write torch.as_tensor(...) for a value of NumPy's, and keep other things outside the state."
+        f"shard: leaf {name!r} is a {type(x).__name__}; a state's leaves are tensors, ints, floats, bools and None. "
+        "Write torch.as_tensor(...) for a NumPy array, and store other objects outside the state."
     )
 
 

@@ -72,21 +72,21 @@ class Wire:
         for what, form, known in (("gather", self.gather, GATHERS), ("reduce", self.reduce, reduces)):
             if form == "sign":
                 raise ValueError(
-                    f"zerofn.Wire: {what}='sign' would lose what signs leave out: an optimizer has to add it to what "
-                    "is sent next; write tx=zerofn.optim.onebit_adam(learning_rate, freeze_step=...)."
+                    f"zerofn.Wire: {what}='sign' works only inside an optimizer that adds the error of the signs to "
+                    "the next gradient. Write tx=zerofn.optim.onebit_adam(learning_rate, freeze_step=...)."
                 )
             if form is not None and form not in known:
                 near = "'int8'" if form == "int4" else repr(nearest(form, known, 1, 0.0)[0])
                 why = (
-                    "sums need more than 4 bits, or feedback=True"
+                    "a sum needs more than 4 bits, or feedback=True"
                     if form == "int4"
                     else f"forms are {', '.join(known)} and None"
                 )
-                raise ValueError(f"zerofn.Wire: {what}={form!r} is not known: {why}; write {what}={near}.")
+                raise ValueError(f"zerofn.Wire: {what}={form!r} is not possible: {why}. Write {what}={near}.")
         if self.block not in BLOCKS:
             raise ValueError(
-                f"zerofn.Wire: block={self.block} does not divide every shard into blocks; it can be "
-                f"{', '.join(map(str, BLOCKS))}."
+                f"zerofn.Wire: block={self.block} is not possible, because shards must divide into whole blocks. Write "
+                f"one of {', '.join(map(str, BLOCKS))}."
             )
         if self.smallest < 0:
             raise ValueError(f"zerofn.Wire: smallest={self.smallest} elements cannot be negative; write smallest=0.")
@@ -95,23 +95,23 @@ class Wire:
     def _check_rounding(self) -> None:
         if self.rounding not in ROUNDINGS:
             raise ValueError(
-                f"zerofn.Wire: rounding={self.rounding!r} is not known; write rounding="
-                f"{nearest(self.rounding, ROUNDINGS, 1, 0.0)[0]!r}."
+                f"zerofn.Wire: rounding={self.rounding!r} is not known; write "
+                f"rounding={nearest(self.rounding, ROUNDINGS, 1, 0.0)[0]!r}."
             )
         if self.feedback and self.reduce is None:
             raise ValueError(
-                "zerofn.Wire: feedback=True adds what codes leave out of gradients to the next ones, and reduce=None "
-                "sends them as they are; write reduce='int8', or leave feedback out."
+                "zerofn.Wire: feedback=True adds the rounding error of a gradient to the next one, but reduce=None "
+                "sends gradients without rounding. Write reduce='int8', or leave feedback out."
             )
         if self.feedback and self.rounding == STOCHASTIC:
             raise ValueError(
-                "zerofn.Wire: feedback=True keeps what the nearest codes leave out, which is least; write "
+                "zerofn.Wire: feedback=True needs rounding='nearest', which has the smallest error to feed back. Write "
                 "rounding='nearest', or leave feedback out."
             )
         if self.rounding == STOCHASTIC and self.reduce not in REDUCES[1:]:
             why = "bfloat16 is rounded to nearest" if self.reduce else "parameters are gathered as the nearest codes"
             raise ValueError(
-                f"zerofn.Wire: rounding='stochastic' is for gradients in blocks of codes, and reduce={self.reduce!r}: "
+                f"zerofn.Wire: rounding='stochastic' needs gradients in blocks of codes, but reduce={self.reduce!r}: "
                 f"{why}. Write reduce='int8' or reduce='fp8', or leave rounding out."
             )
 
@@ -165,7 +165,8 @@ class WireByAxis(Mapping[str, Wire]):
         odd = next((name for name in given if not isinstance(name, str)), None)
         if odd is not None:
             raise TypeError(
-                f"wire: keys of a dict are names of a mesh's axes, such as {{'replicate': 'int8'}}; got {told(odd)}."
+                "wire: the keys of a dict must be names of mesh axes, such as {'replicate': 'int8'}; got "
+                f"{told(odd)}."
             )
         self._given = {name: wire for name, x in given.items() if (wire := wire_of(x)) is not None}
 
@@ -214,13 +215,13 @@ def wire_of(wire: Any) -> Wire | None:
         return _as_written(wire)
     if wire == "int4":
         raise ValueError(
-            "wire='int4' is for gathers alone: sums need more than 4 bits. Write wire=zerofn.Wire(gather='int4', "
-            "reduce='int8')."
+            "wire='int4' works for gathers only, because sums of gradients need more than 4 bits. Write "
+            "wire=zerofn.Wire(gather='int4', reduce='int8')."
         )
     if wire not in REDUCES:
         raise ValueError(
-            f"wire={wire!r} is not known; did you mean {nearest(wire, REDUCES, 1, 0.0)[0]!r}? Leave it out to send "
-            "everything as it is."
+            f"wire={wire!r} is not known; did you mean {nearest(wire, REDUCES, 1, 0.0)[0]!r}? Leave wire out to send "
+            "values without a codec."
         )
     return Wire(wire, wire)
 
@@ -233,8 +234,7 @@ def _as_written(text: str) -> Wire:
         name, _, value = (x.strip() for x in part.partition("="))
         if name not in known:
             raise ValueError(
-                f"wire={text!r} has {part!r}, where one of {', '.join(known)} was expected, such as "
-                "wire='gather=int8,reduce=fp8'."
+                f"wire={text!r} has {part!r}; expected one of {', '.join(known)}, as in wire='gather=int8,reduce=fp8'."
             )
         found[name] = _value(value)
     try:
@@ -274,14 +274,14 @@ def check_axes(wire: Given, mesh: Mesh) -> None:
         axis = mesh.axis(name)
         if not axis.kind.shards and not axis.kind.replicas:
             raise ValueError(
-                f"shard: wire={{{name!r}: ...}} codes what is sent of units, and along {name!r} ranks send one another "
-                "activations alone; leave it out."
+                f"shard: wire={{{name!r}: ...}} has no effect: wire encodes parameters and gradients, but along "
+                f"{name!r} ranks exchange activations only. Leave this axis out."
             )
     for whole in (mesh.shards, mesh.shards_of_experts, mesh.replicas):
         forms = {name: wire.get(name) for name in whole.names if mesh.size(name) > 1}
         if len(set(forms.values())) > 1:
             one = dict.fromkeys(forms, word_of(next(x for x in forms.values() if x is not None)))
             raise ValueError(
-                f"shard: units are sent along {' and '.join(map(repr, forms))} in one transfer, which has one form; "
-                f"write wire={one}."
+                f"shard: one transfer goes over {' and '.join(map(repr, forms))} together, so both axes need the same "
+                f"wire codec. Write wire={one}."
             )

@@ -159,8 +159,8 @@ class Diloco:
         names = [axis.name for axis in mesh.axes]
         if self.axis not in names or not mesh.axis(self.axis).kind.replicas:
             raise ValueError(
-                f"diloco: axis={self.axis!r} is none of replicas on the state's mesh, whose axes are {names}; write "
-                "zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
+                f"diloco: axis={self.axis!r} must be an axis of replicas of the state's mesh, whose axes are {names}. "
+                "Write zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
             )
         return _replicas(ByIdentity(mesh), self.axis)
 
@@ -182,7 +182,8 @@ class Diloco:
             sent = [replicas.entries(x) for x in parts if self.tau]
         if any(moment_storage(x) for x in outer):
             raise ValueError(
-                f"diloco: {self.outer!r} keeps moments in blocks, as an inner optimizer can; leave it out."
+                f"diloco: the outer optimizer {self.outer!r} stores its moments in 8-bit blocks, which only an inner "
+                "optimizer may do. Leave moments out."
             )
         zeros = tuple(Differences(x.spec, [torch.zeros_like(y) for y in x.shards]) for x in sent)
         step = torch.zeros((), dtype=torch.int64)
@@ -221,11 +222,13 @@ class Diloco:
     def check(self, state: Any) -> None:
         """Raise `TypeError` or `ValueError` unless `init`, with the same fragments, has made a state."""
         if not isinstance(state, DilocoState):
-            raise TypeError(f"{self!r} takes a state that its init has made; write state = step.init(state).")
+            raise TypeError(
+                f"{self!r}: the state was not made by this step's init. Write state = step.init(state) first."
+            )
         if len(state.opt_state) != self.fragments or bool(state.sent) != bool(self.tau):
             raise ValueError(
-                f"{self!r}: the state is of {len(state.opt_state)} fragment(s) and tau{'>0' if state.sent else '=0'}; "
-                "write the same, or begin anew from its parameters."
+                f"{self!r}: the state was made with {len(state.opt_state)} fragment(s) and "
+                f"tau{'>0' if state.sent else '=0'}. Use the same arguments, or start a new run from its parameters."
             )
         check_outer(repr(self), self.outer, state.opt_state[0])
 
@@ -247,27 +250,30 @@ class Diloco:
         params = leaves[names.index("params")] if "params" in names else None
         if params is None or not is_sharded(params):
             raise TypeError(
-                f"diloco: init takes a state that zerofn.shard returned, with an entry 'params', got {told(state)}."
+                f"diloco: init expects a state from zerofn.shard with an entry 'params', got {told(state)}."
             )
         self.replicas(params.spec.mesh)
         if params.spec.partition.again:
             raise ValueError(
-                "diloco: with hpz=True replicas share one state, and here each has its own; leave hpz out."
+                "diloco: shard(hpz=True) spreads one state over all replicas, but in diloco each replica has its own "
+                "state. Leave hpz out."
             )
         if params.spec.precision.feeds_back:
             raise NotImplementedError(
-                "diloco: replicas keep no error feedback of gradients; leave feedback=True out of shard(wire=...)."
+                "diloco: the state has no place for the error feedback of gradients. Leave feedback=True out of "
+                "shard(wire=...)."
             )
         if any(is_sharded(x) and x.spec.of_ranks for x in leaves):
             raise NotImplementedError(
-                "diloco: the inner optimizer adds gradients over ranks itself, those of all replicas; write "
-                "tx=optim.adamw(...) inside, and diloco(wire='int8') for fewer bytes between replicas."
+                "diloco: the inner optimizer averages gradients over all ranks itself, so replicas would not train "
+                "apart. Write tx=optim.adamw(...) as the inner optimizer, and diloco(wire='int8') to send fewer bytes "
+                "between replicas."
             )
         num = sum(unit.trainable for unit in params.layout.units)
         if num < self.fragments:
             raise ValueError(
-                f"diloco: fragments={self.fragments}, and the parameters are in {num} unit(s); write at most {num}, or "
-                "smaller units: zerofn.shard(..., unit=...)."
+                f"diloco: fragments={self.fragments}, but the parameters have only {num} unit(s). Write at most {num}, "
+                "or make smaller units: zerofn.shard(..., unit=...)."
             )
         return params
 

@@ -25,45 +25,54 @@ def check_arguments(outer: Any, every: int, after: int, fragments: int, tau: int
         )
     if outer is not None and outer.about.phase is not None:
         raise ValueError(
-            f"diloco: outer={outer!r} adds gradients over ranks itself, and the mean of differences is one gradient of "
-            "all; write outer=optim.sgd(0.7, momentum=0.9, nesterov=True), and wire= for codes."
+            f"diloco: outer={outer!r} averages gradients over ranks itself, but the outer gradient is already a mean "
+            "over replicas. Write outer=optim.sgd(0.7, momentum=0.9, nesterov=True), and diloco(wire=...) to send "
+            "fewer bytes."
         )
     if every < 1:
-        raise ValueError(f"diloco: every={every} inner steps are none; write every=100, for example.")
+        raise ValueError(f"diloco: every={every} must be 1 or more inner steps. Write every=100, for example.")
     if every == 1 and tau:
         raise ValueError(
-            f"diloco: every=1 meets behind each step, which leaves no step for tau={tau} to hide a transfer behind; "
-            "write tau=0 with it, or every=100, for example."
+            "diloco: with every=1 replicas average after each step, so no step remains that could hide a transfer, as "
+            f"tau={tau} asks. Write tau=0, or every=100, for example."
         )
     if after < 0:
-        raise ValueError(f"diloco: after={after} must be the number of first steps that all ranks take together, or 0.")
+        raise ValueError(
+            f"diloco: after={after} must be 0 or more: the number of steps at the start of the run in "
+            "which all ranks average gradients."
+        )
     if not 1 <= fragments <= every:
         raise ValueError(
-            f"diloco: fragments={fragments}: each is sent behind a step of its own, of which there are every={every}; "
-            f"write a number from 1 to {every}."
+            f"diloco: fragments={fragments} is impossible with every={every}, because each fragment is sent after a "
+            f"different inner step. Write a number from 1 to {every}."
         )
     if not 0 <= tau < every:
         raise ValueError(
-            f"diloco: tau={tau}: what is sent must be used before it is sent again, every={every} steps later; write a "
-            f"number from 0 to {every - 1}, or a larger every."
+            f"diloco: tau={tau} is impossible with every={every}: a fragment that was sent must arrive before it is "
+            f"sent again, {every} steps later. Write a number from 0 to {every - 1}, or a larger every."
         )
     if mix is not None and not (isinstance(mix, int | float) and 0 <= mix < 1):
-        raise ValueError(f"diloco: mix={told(mix)} must be a number from 0 to less than 1: a part of a replica's own.")
+        raise ValueError(
+            f"diloco: mix={told(mix)} must be at least 0 and less than 1: the weight of a replica's own "
+            "parameters in the mix."
+        )
     if mix and not tau:
-        raise ValueError(f"diloco: mix={mix} has no effect with tau=0, where all replicas wait; leave mix out.")
+        raise ValueError(
+            f"diloco: mix={mix} has no effect with tau=0, where all replicas wait for the average. Leave mix out."
+        )
 
 
 def check_form(form: Wire | None) -> None:
     """Raise `ValueError` for a form in which differences cannot be sent."""
     if form is not None and form.feedback:
         raise ValueError(
-            "diloco: feedback=True is about gradients, and replicas send differences of parameters; leave feedback out "
-            "of its wire."
+            "diloco: feedback=True works for gradients, but replicas send differences of parameters. Leave feedback "
+            "out of diloco(wire=...)."
         )
     if form is not None and form.rounding == STOCHASTIC:
         raise ValueError(
-            "diloco: rounding='stochastic' needs the key of a step, and between steps, where differences are sent, "
-            "there is none; leave rounding out of its wire."
+            "diloco: rounding='stochastic' needs the random key of a step, but differences of parameters are sent "
+            "between steps. Leave rounding out of diloco(wire=...)."
         )
 
 
@@ -72,8 +81,9 @@ def check_outer(who: str, outer: GradientTransformation, opt_state: Any) -> None
     made = _kinds_of(ByIdentity(outer))
     if made is not None and _kinds(opt_state) != made:
         raise ValueError(
-            f"{who}: the state has {_kinds(opt_state)} of another outer optimizer, and outer={outer!r} keeps {made}; "
-            "write the outer that the run began with, or begin anew from its parameters: step.init(zerofn.shard(...))."
+            f"{who}: the state has {_kinds(opt_state)}, from another outer optimizer; outer={outer!r} needs {made}. "
+            "Use the outer optimizer that the run began with, or start a new run from its parameters: "
+            "step.init(zerofn.shard(...))."
         )
 
 

@@ -67,7 +67,9 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
             with contextlib.nullcontext() if draw is None else randomness(key):
                 return fn(*args)
         if inside_functorch():
-            raise RuntimeError(f"{_name(fn)}: value_and_grad differentiates an eager_region; torch.func does not.")
+            raise RuntimeError(
+                f"{_name(fn)}: torch.func cannot differentiate an eager_region. Write zerofn.value_and_grad instead."
+            )
         _check_closure(fn)
         at = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         region = _Region(fn, like, [None if isinstance(x, Tensor) else x for x in leaves], at, treedef)
@@ -107,7 +109,10 @@ class _Region:
         with torch.no_grad():
             out, self.out = tree.flatten(self.like(*self.args(tensors)))
         if not out or not all(isinstance(x, Tensor) for x in out):
-            raise TypeError(f"{_name(self.fn)}: like must return a tree of tensors, such as x.new_empty(3).")
+            raise TypeError(
+                f"{_name(self.fn)}: the function `like` of an eager_region must return a tree of tensors, "
+                "such as x.new_empty(3)."
+            )
         self.kinds = [(tuple(x.shape), x.dtype) for x in out]
         return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in out]
 
@@ -119,12 +124,16 @@ class _Region:
                 stack.enter_context(torch.autocast(*settings))
             out, structure = tree.flatten(self.fn(*self.args(tensors)))
         if [x._version for x in tensors] != versions:
-            raise RuntimeError(f"{_name(self.fn)} wrote to an argument; an eager_region works on clones.")
+            raise RuntimeError(
+                f"{_name(self.fn)} wrote to an argument, which an eager_region may not. Write to a "
+                "clone, x.clone(), and return it."
+            )
         found = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in out]
         if structure != self.out or found != self.kinds:
             raise RuntimeError(
-                f"{_name(self.fn)} returned {_shown(found)}, and like has said {_shown(self.kinds)}. Shapes must not "
-                "depend on data: pad to the largest, and return how much of it counts."
+                f"{_name(self.fn)} returned {_shown(found)}, but the function `like` of its eager_region announced "
+                f"{_shown(self.kinds)}. Shapes must not depend on data: pad to the largest shape, and also return how "
+                "many elements are valid."
             )
         return out
 
@@ -228,8 +237,9 @@ def _check_closure(fn: Any) -> None:
         inside = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else tree.leaves(value)
         if any(isinstance(x, FakeTensor) for x in inside):
             raise ValueError(
-                f"{_name(fn)} closes over {name!r}, which belongs to the step; give it as an argument of the region: "
-                "for a module write eager_region(lambda params, x: functional_call(module, params, (x,)), like=...)."
+                f"{_name(fn)} closes over {name!r}, which holds tensors of the step. Pass it to the region as an "
+                "argument. For a module, write eager_region(lambda params, x: functional_call(module, params, (x,)), "
+                "like=...)."
             )
 
 

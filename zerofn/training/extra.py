@@ -58,8 +58,8 @@ def warn_of_replace() -> None:
     line = user_line()
     where = ("zerofn", 0) if line is None else (line.file, line.number)
     text = (
-        "state.replace(extra=...) beside apply_gradients: floating-point leaves of extra keep their old values where "
-        "the update is skipped. Say it where it happens: state.apply_gradients(grads, extra=new), or "
-        "extra=lambda params: ... if it needs the new parameters."
+        "state.replace(extra=...) in a step with apply_gradients: if the update is skipped, floating-point leaves of "
+        "extra keep their old values. Pass the new value to apply_gradients instead: state.apply_gradients(grads, "
+        "extra=new), or extra=lambda params: ... if it depends on the new parameters."
     )
     warnings.warn_explicit(text, DeprecationWarning, *where)

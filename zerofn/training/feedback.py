@@ -46,8 +46,8 @@ def check_one(left: Sequence[Any]) -> Any:
     """
     if len(left) > 1:
         raise ValueError(
-            f"apply_gradients: {len(left)} gradients were taken of this state, and with feedback=True each adds what "
-            "the last step's left out. Take one: write a loss function that adds the losses, or zerofn.accumulate for "
-            "several microbatches."
+            f"apply_gradients: value_and_grad was called {len(left)} times on this state, and with feedback=True each "
+            "call would add the rounding error of the last step. Call it once: write a loss function that adds the "
+            "losses, or use zerofn.accumulate for several microbatches."
         )
     return left[0] if left else None

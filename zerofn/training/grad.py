@@ -141,7 +141,10 @@ def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     (tensor(5.), tensor(2.5000))
     """
     if not hasattr(vg, "with_microbatches"):
-        raise TypeError(f"accumulate: vg must be what value_and_grad returned, got {type(vg).__name__}.")
+        raise TypeError(
+            f"accumulate: expected the function that value_and_grad returns, got {type(vg).__name__}. "
+            "Write zerofn.accumulate(state.value_and_grad(loss_fn), n)."
+        )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")
     if reduce not in (None, *WHEN):

@@ -52,13 +52,13 @@ class GradientSums:
         how = how or (STEP if late else MICROBATCH)
         if self.apart and how != STEP:
             raise ValueError(
-                f"accumulate: reduce={how!r} adds gradients over ranks in the course of a step, and this optimizer "
-                "adds them itself, once a step; write reduce='step', or leave it out."
+                f"accumulate: reduce={how!r} sums gradients over ranks during the step, but this optimizer sums them "
+                "itself, once a step. Write reduce='step', or leave reduce out."
             )
         if self.errors is not None and how != STEP:
             raise ValueError(
-                f"accumulate: reduce={how!r} sends gradients several times in a step, and feedback=True adds once "
-                "what codes have left out; write reduce='step', or leave it out."
+                f"accumulate: reduce={how!r} sends gradients several times in a step, but feedback=True adds the "
+                "rounding error of the last step only once. Write reduce='step', or leave reduce out."
             )
         if how != ROUND or stages == 1:
             return how == STEP, NO_PARTS
@@ -74,14 +74,14 @@ class GradientSums:
         feeds_back = any(is_sharded(x) and x.spec.precision.feeds_back for x in self.nodes)
         if feeds_back and not self.apart and self.errors is None:
             raise ValueError(
-                "value_and_grad: the parameters were laid out with feedback=True, and what codes have left out is in "
-                "their state; write state.value_and_grad(loss_fn), and state.apply_gradients(grads)."
+                "value_and_grad: the parameters were sharded with feedback=True, which needs the rounding errors in "
+                "their state. Write state.value_and_grad(loss_fn), and state.apply_gradients(grads)."
             )
         if self.draw and rng is None:
             raise ValueError(
-                "value_and_grad: the parameters were laid out with rounding='stochastic' for the gradients that ranks "
-                "send, and rng, the key that draws, is None. Write state.value_and_grad(loss_fn), which takes that of "
-                "the step, or rng=zerofn.random.fold_in(zerofn.random.key(0), step)."
+                "value_and_grad: the parameters were sharded with rounding='stochastic', which needs a random key, but "
+                "rng is None. Write state.value_and_grad(loss_fn), which uses the key of the step, or pass "
+                "rng=zerofn.random.fold_in(zerofn.random.key(0), step)."
             )
 
     def own(self, flats: Iterable[Tensor], key: Tensor | None) -> list[Tensor]:

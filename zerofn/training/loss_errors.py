@@ -22,9 +22,9 @@ def check_gradient(loss: Tensor, wanted: Sequence[Tensor]) -> None:
     """Raise `ValueError` if the loss has no gradient, though parameters are trained."""
     if wanted and not loss.requires_grad:
         raise ValueError(
-            "value_and_grad: the loss has no gradient, so no parameter would be trained: it was detached, computed "
-            "under torch.no_grad(), turned into integers or taken from a number. Return the tensor that is computed "
-            "from the parameters; call the loss function itself where no gradient is meant."
+            "value_and_grad: the loss has no gradient, so no parameter would be trained. It was detached, computed "
+            "under torch.no_grad(), converted to integers, or made from a Python number. Return the tensor that is "
+            "computed from the parameters. If you want no gradient, call the loss function itself."
         )
 
 
@@ -36,7 +36,7 @@ def warn_of_weight(weight: Tensor, wanted: Sequence[Tensor]) -> None:
     if weight.requires_grad or _depends(weight, wanted):
         warnings.warn(
             "value_and_grad: loss_fn returned (loss, x), and x depends on the parameters. Without has_aux, x is the "
-            "weight of the loss, such as a number of tokens, and the loss is divided by it. If it is a metric, write "
+            "weight of the loss, such as the number of tokens, and the loss is divided by x. If x is a metric, write "
             "value_and_grad(loss_fn, has_aux=True).",
             UserWarning,
             stacklevel=2,
@@ -49,7 +49,7 @@ def check_gradients(params: Any, grads: Any) -> None:
     if said:
         raise TypeError(
             f"apply_gradients: {said}. Gradients have the names and shapes of state.params; write loss, grads = "
-            "state.value_and_grad(loss_fn)(batch), in this order."
+            "state.value_and_grad(loss_fn)(batch): the loss comes first."
         )
 
 
@@ -57,22 +57,22 @@ def _difference(params: Any, grads: Any) -> str:
     """Return what gradients lack or have too much, "" if they fit."""
     if grads is None or tree.structure(grads).is_leaf() and not tree.structure(params).is_leaf():
         one = f"one tensor of shape {tuple(grads.shape)}" if isinstance(grads, Tensor) else told(grads)
-        return f"got {one}, which is no tree of gradients"
+        return f"got {one}instead of a tree of gradients"
     ours, theirs = (
         {tree.name_of(path): x for path, x in zip(*tree.flatten_with_path(t, is_leaf=is_sharded)[:2], strict=True)}
         for t in (params, grads)
     )
     if any(map(is_sharded, ours.values())) and not any(map(is_sharded, theirs.values())):
         return (
-            f"got a {type(grads).__name__} of whole gradients, and the parameters are shards: of whole ones write "
-            "zerofn.scatter(grads, like=state.params)"
+            f"got a {type(grads).__name__} of full gradients, but the parameters are sharded; zerofn.scatter(grads, "
+            "like=state.params) shards full gradients"
         )
     if ("" in ours) != ("" in theirs):
-        return f"got a {type(grads).__name__}, and the parameters are a {type(params).__name__}"
+        return f"got a {type(grads).__name__}, but the parameters are a {type(params).__name__}"
     if missing := ours.keys() - theirs.keys():
-        return f"there is no gradient of {some(sorted(missing))}"
+        return f"the gradient of {some(sorted(missing))} is missing"
     if new := theirs.keys() - ours.keys():
-        return f"there is a gradient of {some(sorted(new))}, and no such parameter"
+        return f"got a gradient of {some(sorted(new))}, which is not a parameter"
     for name, p in ours.items():
         g, at = theirs[name], f" of {name!r}" if name else ""
         if not (isinstance(g, Tensor) or is_sharded(g)):
@@ -80,9 +80,9 @@ def _difference(params: Any, grads: Any) -> str:
         if is_sharded(p) and is_sharded(g) and g.spec.of_ranks and g.layout == of_ranks(p.spec).layout:
             continue
         if tree.structure(p) != tree.structure(g):
-            return f"the gradient{at} is that of parameters with other names, shapes or shards"
+            return f"the gradient{at} belongs to parameters with other names, shapes or shards"
         if isinstance(g, Tensor) and g.shape != p.shape:
-            return f"the gradient{at} has shape {list(g.shape)}, and the parameter {list(p.shape)}"
+            return f"the gradient{at} has shape {list(g.shape)}, but the parameter has shape {list(p.shape)}"
     return ""
 
 

@@ -134,7 +134,7 @@ def _scalar(owner: Any, name: str, x: Any, dtype: torch.dtype) -> Any:
     if not isinstance(x, int | float):
         return x
     if not 0 <= x < (math.inf if dtype.is_floating_point else 2.0**63):
-        raise ValueError(f"{type(owner).__name__}: {name} must be a number that is not negative, got {x!r}.")
+        raise ValueError(f"{type(owner).__name__}: {name} must be 0 or more, got {x!r}.")
     return torch.tensor(x, dtype=dtype)
 
 

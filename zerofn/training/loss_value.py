@@ -41,8 +41,8 @@ def loss_of(out: Any, has_aux: bool, wanted: Sequence[Tensor]) -> Loss:
     total, weight = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
     if isinstance(getattr(total, "loss", None), Tensor):
         raise ValueError(
-            f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(total)}, a model's "
-            "whole output; write `return output.loss`."
+            f"value_and_grad: loss_fn must return a scalar tensor or (sum, weight), got {_kind(total)}, the whole "
+            "output of a model. Write `return output.loss`."
         )
     if not isinstance(total, Tensor) or total.numel() != 1:
         raise ValueError(
@@ -56,8 +56,8 @@ def loss_of(out: Any, has_aux: bool, wanted: Sequence[Tensor]) -> Loss:
         )
     if not isinstance(weight, Tensor | int | float | None) or isinstance(weight, Tensor) and weight.numel() != 1:
         raise TypeError(
-            f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), and without has_aux the second "
-            "is a weight, one number; write value_and_grad(loss_fn, has_aux=True)."
+            f"value_and_grad: loss_fn returned (loss, {_kind(weight)}), but without has_aux the second value must be a "
+            "weight, one number. Write value_and_grad(loss_fn, has_aux=True)."
         )
     total = total.reshape(()).to(torch.promote_types(total.dtype, torch.float32))
     if weight is None:

@@ -69,18 +69,20 @@ def microbatched(fn: Callable[..., Any], n: int) -> Callable[[Any, Any], Any]:
 def _check_no_gradient(given: Any) -> None:
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree.leaves(given)):
         raise RuntimeError(
-            "microbatched: it computes no gradients, and its parameters or its batch require them. Write "
-            "zerofn.accumulate(state.value_and_grad(loss_fn), n)(batch) to train on microbatches; for a prediction, "
-            "call it under torch.no_grad(), or on x.detach()."
+            "microbatched: the parameters or the batch require gradients, which microbatched does not compute. To "
+            "train on microbatches, write zerofn.accumulate(state.value_and_grad(loss_fn), n)(batch). For a "
+            "prediction, call it under torch.no_grad(), or on x.detach()."
         )
 
 
 def _checked_result(x: Any) -> Any:
     if not isinstance(x, Tensor):
-        raise TypeError(f"microbatched: fn returned a {type(x).__name__} where tensors are joined; return tensors.")
+        raise TypeError(
+            f"microbatched: fn returned a {type(x).__name__}, but only tensors can be concatenated. Return tensors."
+        )
     if x.dim() == 0:
         raise ValueError(
-            "microbatched: fn returned a tensor without dims, and results are joined along dim 0. Return a value for "
-            "each row, or x.unsqueeze(0) for one of each part."
+            "microbatched: fn returned a scalar, but results are concatenated along dim 0. Return one value for each "
+            "row, or x.unsqueeze(0) for one value for each microbatch."
         )
     return x

@@ -126,14 +126,14 @@ def _check_closure(fn: Callable[..., Any]) -> None:
     module = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
     if isinstance(module, torch.nn.Module) and any(map(is_functorch_tensor, module.parameters())):
         raise ValueError(
-            f"remat: the parameters of {type(module).__name__} are differentiated but are no arguments of "
-            "the function; write remat(lambda params, x: functional_call(module, params, x))."
+            f"remat: the parameters of {type(module).__name__} need gradients, but are not arguments of the function. "
+            "Write remat(lambda params, x: functional_call(module, params, x))."
         )
     names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
         for x in tree.leaves(cell.cell_contents):
             if isinstance(x, Tensor) and is_functorch_tensor(x):
                 raise ValueError(
-                    f"remat: {name!r} is differentiated outside but closed over by the function; pass it "
-                    "as an argument, so that it gets its gradient."
+                    f"remat: the function closes over {name!r}, which needs a gradient. Pass {name!r} to the function "
+                    "as an argument."
                 )

@@ -36,5 +36,5 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
         else Mesh.of(mesh).rows
     )
     if len(dataset) < rows.size:
-        raise ValueError(f"sampler: {rows.size} ranks have rows of their own, and the dataset has {len(dataset)}.")
+        raise ValueError(f"sampler: {rows.size} ranks need different rows, but the dataset has only {len(dataset)}.")
     return DistributedSampler(dataset, rows.size, rows.rank, shuffle=shuffle, seed=seed, drop_last=True)

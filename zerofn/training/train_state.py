@@ -33,8 +33,9 @@ from .loss_errors import check_gradients
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
 
 _ANEW = (
-    "Lay the state out anew, with new moments: zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard("
-    "state.params), tx={tx}, frozen={frozen}).replace(step=state.step, rng=state.rng))."
+    "To shard the state again, with new moments, write "
+    "zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard(state.params), tx={tx}, "
+    "frozen={frozen}).replace(step=state.step, rng=state.rng))."
 )
 
 
@@ -98,7 +99,7 @@ class TrainState:
         frozen = with_unlearned(params, frozen)
         params = tree.tree_map(lambda p: p.detach() if isinstance(p, Tensor) else p, params)
         if not -(2**63) <= seed < 2**63:
-            raise ValueError(f"TrainState.create: seed must be a number of 64 bits, got {told(seed)}.")
+            raise ValueError(f"TrainState.create: seed must be an integer of at most 64 bits, got {told(seed)}.")
         zero = torch.zeros((), dtype=torch.int64)
         key = torch.full((), seed, dtype=torch.int64)
         return TrainState(
@@ -147,8 +148,8 @@ class TrainState:
         _check_opt_state(self.tx, self.opt_state)
         if self.tx.about.phase is not None and (began is None or began.finite is not None):
             raise ValueError(
-                f"apply_gradients: {self.tx!r} takes gradients as this state's own value_and_grad leaves them, which "
-                "from some step on are not added over ranks; write loss, grads = state.value_and_grad(loss_fn)(batch)."
+                f"apply_gradients: {self.tx!r} needs gradients from this state's value_and_grad, which from its freeze "
+                "step on are not averaged over ranks. Write loss, grads = state.value_and_grad(loss_fn)(batch)."
             )
         params, grads = learning(self.params, self.frozen), learning(grads, self.frozen)
         finite = all_finite(grads) if on_nonfinite == "skip" else None
@@ -303,8 +304,8 @@ def _check_frozen(params: Any, frozen: Callable[[str], bool] | None) -> None:
                 asked = frozen is not None and bool(frozen(name))
                 if asked == unit.trainable:
                     raise ValueError(
-                        f"TrainState: {name!r} is {'trained' if asked else 'frozen'} where shard has laid out the "
-                        f"parameters, and `frozen` says {'otherwise' if frozen else 'nothing of it'}. "
+                        f"TrainState: the sharded parameters have {name!r} as {'trained' if asked else 'frozen'}, but "
+                        f"`frozen` now {'says otherwise' if frozen else 'is None'}. "
                         f"{_ANEW.format(tx='state.tx', frozen='frozen')}"
                     )
 
@@ -320,8 +321,8 @@ def _check_formats(opt_state: Any) -> None:
             moments = getattr(node, field)
             if is_sharded(moments) and any(x.codec != codec for x in moments.storages):
                 raise ValueError(
-                    f"TrainState.replace: the moments {field!r} of the new tx are to be kept{codec.note}, and only "
-                    f"shard stores them so. {_ANEW.format(tx='tx', frozen='state.frozen')}"
+                    f"TrainState.replace: the new tx stores its moments {field!r}{codec.note}, and only zerofn.shard "
+                    f"can convert them. {_ANEW.format(tx='tx', frozen='state.frozen')}"
                 )
 
 
@@ -339,8 +340,8 @@ def _check_opt_state(tx: GradientTransformation, opt_state: Any) -> None:
         return
     if differs(empty, opt_state):
         raise TypeError(
-            f"apply_gradients: opt_state is {_kinds(opt_state)}, and {tx!r} needs {_kinds(empty)}; with another "
-            "optimizer, start with its own state: state.replace(tx=tx, opt_state=tx.init(state.params))."
+            f"apply_gradients: opt_state is {_kinds(opt_state)}, but {tx!r} needs {_kinds(empty)}. For another "
+            "optimizer, start from its own state: state.replace(tx=tx, opt_state=tx.init(state.params))."
         )
 
 

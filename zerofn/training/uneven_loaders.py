@@ -49,7 +49,10 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
         except StopIteration:
             batch, found = last, _END
             if pad is not None and last is None:
-                error, found = ValueError("zerofn.even: the loader has no batch, so there is none to repeat."), _FAILED
+                error, found = (
+                    ValueError("zerofn.even: the loader has no batches, so even cannot repeat the last one."),
+                    _FAILED,
+                )
         except Exception as raised:
             error, found = raised, _FAILED
         all_found = _of_all(found, axis)
@@ -57,7 +60,9 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
             raise error
         if _FAILED in all_found:
             rank = all_found.index(_FAILED)
-            raise RuntimeError(f"zerofn.even: stopped, because the loader of rank {rank} failed; its error says more.")
+            raise RuntimeError(
+                f"zerofn.even: stopped, because the loader of rank {rank} failed. That rank's own error says why."
+            )
         if _BATCH not in all_found or (pad is None and _END in all_found):
             return
         last = batch
@@ -66,9 +71,11 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
 
 def _check(batch: Any, pad: str) -> None:
     if not isinstance(batch, Mapping):
-        raise TypeError(f"zerofn.even: with pad={pad!r}, batches must be mappings, got {type(batch).__name__}.")
+        raise TypeError(
+            f"zerofn.even: with pad={pad!r}, a batch must be a mapping, such as a dict; got {type(batch).__name__}."
+        )
     if pad in batch:
-        raise ValueError(f"zerofn.even: the batch has an entry {pad!r} already; give pad= another name.")
+        raise ValueError(f'zerofn.even: the batch already has an entry {pad!r}. Choose another name: pad="is_real".')
 
 
 def _of_all(found: int, axis: Axis) -> list[int]:
