@@ -234,8 +234,8 @@ def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     (["plan", "{script}", "--mesh", "data4", "--", "64"], "--mesh data4: expected sizes by axis"),
     (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "every axis may stand there once"),
     (["plan", "{script}", "--wire", "gather=int4,sum=int8", "--", "64"], "wire='gather=int4,sum=int8' has 'sum=int8'"),
-    (["plan", "{script}", "--mesh", "data=4", "--world", "8", "--", "64"], "data 4 are 4 ranks, and there are 8"),
-    (["plan", "{script}", "--mesh", "dta=4", "--", "64"], "there is no axis 'dta'"),
+    (["plan", "{script}", "--mesh", "data=4", "--world", "8", "--", "64"], "data 4 makes 4 ranks, but the job has 8"),
+    (["plan", "{script}", "--mesh", "dta=4", "--", "64"], "axis 'dta' does not exist"),
 ])  # fmt: skip
 def test_what_is_wrong_is_told_in_a_sentence(script, capsys, arguments, said):
     assert main([x.format(script=script) for x in arguments]) == 1

@@ -102,7 +102,7 @@ def test_few_files_name_an_axis():
 
 
 def test_a_new_axis_is_a_row_of_the_table(monkeypatch):
-    with pytest.raises(TypeError, match="there is no axis 'stage'"):
+    with pytest.raises(TypeError, match="axis 'stage' does not exist"):
         Mesh.planned({"data": 2, "stage": 2})
     monkeypatch.setitem(KINDS, "stage", AxisKind("stage", slices="layers"))
     mesh = Mesh.planned({"data": 2, "stage": 2})

@@ -131,16 +131,16 @@ def made():
     again = Mesh.make(replicate=2, data=1, tensor=2)
     assert [a.group for a in again.axes] == [a.group for a in mesh.axes]  # groups are made once
     for bad, error, message in (
-        ({"data": 3}, ValueError, "data 3 are 3 ranks, and there are 4"),
+        ({"data": 3}, ValueError, "data 3 makes 3 ranks, but the job has 4"),
         ({"data": -1, "tensor": -1}, ValueError, "data and tensor are both -1"),
         ({"data": -1, "tensor": 3}, ValueError, "tensor 3 does not divide 4 ranks"),
-        ({"data": 0}, ValueError, "data=0 is no size"),
-        ({"tensors": 4}, TypeError, "no axis 'tensors'.*did you mean 'tensor'"),
-        ({}, ValueError, "no axis is given"),
+        ({"data": 0}, ValueError, "data=0 is not a size"),
+        ({"tensors": 4}, TypeError, "axis 'tensors' does not exist.*did you mean 'tensor'"),
+        ({}, ValueError, "expected at least one axis"),
     ):
         with pytest.raises(error, match=message):
             Mesh.make(**bad)
-    with pytest.raises(TypeError, match="axes 'dp', 'tp' of the DeviceMesh say nothing to ZeroFn"):
+    with pytest.raises(TypeError, match="axes 'dp', 'tp' of the DeviceMesh are not ZeroFn's"):
         Mesh.of(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
 
 
@@ -162,9 +162,9 @@ def test_axes_of_one_rank_belong_to_every_group_that_they_were_asked_for_with():
 
 @pytest.mark.parametrize(("sizes", "num_ranks", "said"), [
     ({"data": 3}, 4, "Mesh.planned: data 3 are 3 ranks, and there are 4"),
-    ({"dta": 3}, None, "Mesh.planned: there is no axis 'dta'"),
-    ({"data": "3"}, None, "Mesh.planned: data='3' is no size"),
-    ({}, None, "Mesh.planned: no axis is given"),
+    ({"dta": 3}, None, "Mesh.planned: axis 'dta' does not exist"),
+    ({"data": "3"}, None, "Mesh.planned: data='3' is not a size"),
+    ({}, None, "Mesh.planned: expected at least one axis"),
 ])  # fmt: skip
 def test_sizes_that_make_no_mesh_are_sentences(sizes, num_ranks, said):
     with pytest.raises((TypeError, ValueError), match=said):

@@ -261,7 +261,7 @@ def test_a_mistake_names_its_remedy(step, kind, said, compiled):
 
 def test_pickling_a_state_names_save():
     state = state_of(build(2), 3)
-    with pytest.raises(TypeError, match=r"cannot be pickled: write zerofn.save\(folder, state\)"):
+    with pytest.raises(TypeError, match=r"cannot be pickled. Write zerofn.save\(folder, state\)"):
         pickle.dumps(state)
 
 

@@ -211,7 +211,7 @@ def refusals():
     params = start(EXPERTS)
     bad = [
         (lambda: moe.cuts(params, Mesh.make(data=2)), "mesh has no axis 'expert'"),
-        (lambda: moe.cuts({"w": torch.ones(2)}, mesh), "no leaf is of experts"),
+        (lambda: moe.cuts({"w": torch.ones(2)}, mesh), "no leaf belongs to experts"),
         (
             lambda: moe.cuts(start(5), mesh),
             r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks of 'expert' cannot share",

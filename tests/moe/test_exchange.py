@@ -60,11 +60,11 @@ def compare(size, num_experts, k, everything):
 def refusals():
     size = dist.get_world_size()
     x, logits = tokens(0, size + 1)
-    with pytest.raises(ValueError, match=f"{size} ranks of axis 'data' cannot share {size + 1} experts equally"):
+    with pytest.raises(ValueError, match=f"{size} ranks along 'data' cannot divide {size + 1} experts equally"):
         dispatch(x, route(logits), "data")
-    with pytest.raises(ValueError, match=f"moe.combine: {size} ranks of axis 'data' cannot share {size + 1}"):
+    with pytest.raises(ValueError, match=f"moe.combine: {size} ranks along 'data' cannot divide {size + 1}"):
         combine(x[None], route(logits), "data")
-    with pytest.raises(ValueError, match=f"moe.own: {size} ranks of axis 'data' cannot share {size + 1}"):
+    with pytest.raises(ValueError, match=f"moe.own: {size} ranks along 'data' cannot divide {size + 1}"):
         own({"w": torch.ones(size + 1, 2)}, "data")
     with pytest.raises(ValueError, match="mesh has no axis 'expert'"):
         dispatch(x, route(logits), "expert")
@@ -87,7 +87,7 @@ def test_a_dropped_token_reads_nothing():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda r: dispatch(torch.ones(3, 2), r), r"expected tokens \[4, d\], as were routed, got \[3, 2\]"),
+        (lambda r: dispatch(torch.ones(3, 2), r), r"expected the 4 tokens that were routed, \[4, d\], got \[3, 2\]"),
         (lambda r: dispatch(torch.ones(4), r), r"got \[4\]"),
         (lambda r: combine(torch.ones(2, 3, 1), r), r"expected the experts' outputs \[2, 4, d\].*got \[2, 3, 1\]"),
     ],

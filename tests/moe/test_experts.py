@@ -299,22 +299,22 @@ def test_mistakes_are_sentences():
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, num_hidden_layers=1, **sizes))
     bad = [
         (lambda: moe.experts(small(), Mesh.planned({"data": 2})), "mesh has no axis 'expert'"),
-        (lambda: moe.experts(llama, two), "LlamaForCausalLM has no ep_plan of its own"),
+        (lambda: moe.experts(llama, two), "LlamaForCausalLM has no ep_plan"),
         (lambda: moe.experts(small(), three), "'model.layers.0.mlp.experts' has 4 experts, which 3 ranks"),
         (lambda: moe.experts(small(), two, {UP: "grouped_gem"}), "'grouped_gem' says nothing.*mean 'grouped_gemm'"),
-        (lambda: moe.experts(small(), two, {UP: "moe_tp_experts"}), "a word of tp_plan, which zerofn.parallel.tensor"),
-        (lambda: moe.experts(small(), two, {UP: 3}), "=3 says nothing of experts; there are grouped_gemm"),
+        (lambda: moe.experts(small(), two, {UP: "moe_tp_experts"}), "a word of tp_plan. Leave it out"),
+        (lambda: moe.experts(small(), two, {UP: 3}), "=3 is not a word for experts; expected one of grouped_gemm"),
         (lambda: moe.experts(small(), two, {UP + "s": "grouped_gemm"}), "matches no parameter; did you mean"),
         (lambda: moe.experts(small(), two, {UP: "ep_dispatch_experts"}), "matches no module; did you mean"),
         (lambda: moe.experts(small(), two, {**PLAN, UP: "grouped_gemm"}), "both match.*leave one out"),
-        (lambda: moe.experts(small(), two, {UP: "grouped_gemm"}), "and not its module; add 'model.layers.0.mlp.exp"),
+        (lambda: moe.experts(small(), two, {UP: "grouped_gemm"}), "but not its module. Add 'model.layers.0.mlp.exp"),
         (lambda: moe.experts(small(), two, {EXPERTS: "ep_dispatch_experts"}), "the plan leaves it out; write 'grouped"),
         (lambda: moe.experts(small(), two, {EXPERTS: "ep_dispatch_experts", UP: "grouped_gemm"}), "down_proj' has sha"),
         (lambda: moe.experts(small(), two, {}), "matches none of its modules of experts"),
         (lambda: moe.experts(nn.Sequential(Foreign()), two, {"0": "ep_dispatch_experts", "0.up": "grouped_gemm"}),
-         "a Foreign, which is not made as transformers' experts are"),
+         "a Foreign, which does not follow the conventions of experts in transformers"),
         *[
-            (lambda factor=factor: moe.experts(small(), two, capacity=factor), "no factor above 0")
+            (lambda factor=factor: moe.experts(small(), two, capacity=factor), "must be a factor above 0")
             for factor in (0, -1.0, float("inf"), True, "1")
         ],
     ]  # fmt: skip
@@ -328,7 +328,7 @@ def test_a_model_is_shared_once_and_after_it_was_cut():
     model = small()
     parallel.tensor(model, mesh)
     moe.experts(model, mesh)
-    with pytest.raises(ValueError, match="is shared already; make a new skeleton"):
+    with pytest.raises(ValueError, match="already divided over ranks. Make a new skeleton"):
         moe.experts(model, mesh)
     model = small()
     moe.experts(model, mesh)
@@ -341,7 +341,7 @@ def masked():
     model = small(output_router_logits=True)
     moe.experts(model, mesh)
     rows = torch.ones(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match="weighs tokens by attention_mask in its load-balance loss"):
+    with pytest.raises(ValueError, match="the load-balance loss of .* weighs tokens of all ranks by attention_mask"):
         model(input_ids=rows, attention_mask=rows)
 
 

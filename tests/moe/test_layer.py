@@ -233,13 +233,16 @@ def without(name):
         (lambda: run(without("gate")), r"expected 'gate' and 'experts'"),
         (lambda: run(without("mlp")), r"for residual experts 'mlp' and 'coefficient'"),
         (lambda: run({**make_params(4, WIDTH), "bias": 0}), r"params has \['bias', 'experts', 'gate'\]"),
-        (lambda: run(x=torch.ones(5, 2).double()), r"x \[..., d\] has shape \[5, 2\], and params\['gate'\].*\[4, 3\]"),
+        (
+            lambda: run(x=torch.ones(5, 2).double()),
+            r"the last dims of x \[..., d\] and params\['gate'\].* \[5, 2\] and \[4, 3\]",
+        ),
         (lambda: run(of_experts(lambda x: x[:3], make_params(4, WIDTH))), r"'bias' has shape \[3, 4\], expected.*of 4"),
         (lambda: run(experts=lambda p, rows: rows[0]), r"returned \[4, 3\], expected \[4, 4, d\]"),
         (lambda: run(experts=lambda p, rows: None), r"returned NoneType"),
-        (lambda: run(sample="some"), r"sample='some' is not known; there are None, 'all', 'others'"),
+        (lambda: run(sample="some"), r"sample='some' is not known; expected one of None, 'all', 'others'"),
         (lambda: run(balance="last"), r"balance='last' is not known"),
-        (lambda: run(k=5), r"k=5 experts per token, and there are 4"),
+        (lambda: run(k=5), r"k=5 experts for each token are more than the 4"),
         (lambda: run(capacity=0, min_capacity=0), r"drop all tokens"),
         (lambda: run(priority="rand"), r"priority='rand' is not known"),
         (lambda: run(epsilon=2.0), r"epsilon=2.0 is not in"),
@@ -256,7 +259,11 @@ def refused():
         for num_experts, experts in ((5, 5), (6, 6)):
             params = make_params(num_experts, WIDTH)
             params["experts"] = {k: v[:experts] for k, v in params["experts"].items()}
-            words = "cannot share 5 experts" if num_experts == 5 else "of 2, the experts of this rank; 3 ranks share 6"
+            words = (
+                "cannot share 5 experts"
+                if num_experts == 5
+                else ("of 2, the number of experts on this rank; 3 ranks share 6")
+            )
             with pytest.raises(ValueError, match=words):
                 run(params, axis="data")
 

@@ -195,7 +195,8 @@ def test_frozen_parameters_may_have_any_label():
 
 def test_mistakes_are_told():
     with pytest.raises(
-        ValueError, match=r"leaf 'w' has label 'head', which is not in transforms; add .* or return one of \['body'\]"
+        ValueError,
+        match=r"leaf 'w' has label 'head', but transforms has no entry for it. Add .* or return one of \['body'\]",
     ):
         optim.multi_transform({"body": optim.sgd(0.1)}, lambda leaf: "head").init({"w": torch.ones(2)})
     with pytest.raises(TypeError, match="masked: mask must be a function of one logical leaf"):

@@ -390,7 +390,7 @@ def refused():
     state, _ = step(state, rows(zerofn.rank(), 0))
     sums = zerofn.value_and_grad(loss_fn)(state.params, rows(zerofn.rank(), 1))[1]
     state.value_and_grad(loss_fn)
-    with pytest.raises(ValueError, match="onebit_adam: from its freeze step on it adds gradients over ranks itself"):
+    with pytest.raises(ValueError, match="onebit_adam: after its freeze step it needs each rank's own gradients"):
         state.apply_gradients(sums)
     mesh = zerofn.Mesh.make(replicate=zerofn.world_size(), data=1)
     with pytest.raises(NotImplementedError, match="signs, whose sums work only along the axes 'data' and 'context'"):
@@ -408,21 +408,23 @@ def test_where_it_may_stand_and_its_arguments():
         lambda tx: optim.multi_transform({"a": tx}, lambda leaf: "a"),
         lambda tx: optim.lookahead(tx, 5, 0.5),
     ):
-        with pytest.raises(ValueError, match=r"adds gradients over ranks itself.*the last of optim\.chain"):
+        with pytest.raises(
+            ValueError, match=r"averages the gradients of all parameters over ranks itself.*the last of optim\.chain"
+        ):
             make(onebit())
-    with pytest.raises(ValueError, match="updates the parameters itself; write it as the last"):
+    with pytest.raises(ValueError, match="updates the parameters itself, so it must come last"):
         optim.chain(onebit(), optim.scale(0.5))
-    with pytest.raises(ValueError, match="cannot stand before onebit_adam"):
+    with pytest.raises(ValueError, match="cannot come before onebit_adam"):
         optim.chain(optim.clip(1.0), onebit())
     with pytest.raises(ValueError, match=r"onebit_adam: b2 must lie in \[0, 1\)"):
         optim.onebit_adam(1e-3, b2=1.0, freeze_step=3)
     with pytest.raises(ValueError, match="freeze_step must be at least 1"):
         onebit(freeze_step=0)
-    with pytest.raises(ValueError, match="freeze_step=inf is a number of updates; write a whole number"):
+    with pytest.raises(ValueError, match="freeze_step must be a number of updates, got inf. Write a whole number"):
         onebit(freeze_step=float("inf"))
-    with pytest.raises(ValueError, match="min_coeff=5 is larger than max_coeff=1"):
+    with pytest.raises(ValueError, match="min_coeff=5 must not be larger than max_coeff=1"):
         optim.onebit_lamb(1e-3, freeze_step=2, min_coeff=5, max_coeff=1)
-    with pytest.raises(ValueError, match=r"freeze_step=1\.5 is a number of updates; write 1"):
+    with pytest.raises(ValueError, match=r"freeze_step must be a number of updates, got 1\.5. Write 1"):
         onebit(freeze_step=1.5)
 
 

@@ -106,7 +106,7 @@ def test_equal_when_name_and_arguments_are(name, args):
         (lambda: optim.warmup_decay_lr(0), "total_num_steps must be positive"),
         (lambda: optim.cosine_onecycle_schedule(0, 1.0), "transition_steps must be positive, got 0"),
         (lambda: optim.cosine_onecycle_schedule(9, 1.0, 1.0), r"pct_start must lie in \[0, 1\), got 1.0"),
-        (lambda: optim.sgdr_schedule([]), "at least one dict of arguments of a cycle, got none"),
+        (lambda: optim.sgdr_schedule([]), "at least one dict, the arguments of a cycle; got an empty list"),
         (lambda: optim.sgdr_schedule([CYCLE | {"decay_steps": 5}]), "must be more than warmup_steps=5; got 5"),
         (lambda: optim.exponential_decay(1.0, 10, -0.5), "decay_rate must be zero or more"),
     ],

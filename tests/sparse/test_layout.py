@@ -91,7 +91,7 @@ def test_pictures_show_heads_and_join_tiles():
 
 
 def test_what_is_no_pattern_is_refused():
-    with pytest.raises(TypeError, match="& and | take patterns"):
+    with pytest.raises(TypeError, match="& and | combine patterns"):
         sparse.causal & (lambda head, query, key: key < 3)
     for make in (sparse.sliding_window, sparse.sinks, sparse.prefix):
         with pytest.raises(ValueError, match="must be 1 or more"):
@@ -100,7 +100,7 @@ def test_what_is_no_pattern_is_refused():
         sparse.documents(torch.tensor([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"\[documents \+ 1\]"):
         sparse.documents(torch.tensor([0]))
-    with pytest.raises(ValueError, match="documents of each row|of each row go with"):
+    with pytest.raises(ValueError, match="documents of each row|one line for each row"):
         sparse.layout(sparse.documents(torch.tensor([[0, 4], [0, 4]])) | sparse.causal, 4)
     with pytest.raises(TypeError, match="int32 or int64"):
         sparse.chosen(torch.zeros(1, 1, 1, 1), 64)

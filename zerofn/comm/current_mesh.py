@@ -76,8 +76,8 @@ def present(choose: Callable[[Mesh], Axis], what: str, instead: str) -> Axis:
     places = {(x.size, x.rank, x.group if x.size > 1 else "") for x in found}
     if len(places) > 1:
         raise ValueError(
-            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, so say which of them "
-            f"is meant: write {instead}."
+            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, and the answer "
+            f"differs between them. Choose a mesh: write {instead}."
         )
     return found[0]
 
@@ -92,7 +92,7 @@ def axis_of(axis: str | Axis | None, what: str = "axis", instead: str = "") -> A
         return axis
     of_mesh = "batch" if axis is None else f"axis({axis!r})"
     choose = lambda mesh: mesh.batch if axis is None else mesh.axis(axis)  # noqa: E731
-    return present(choose, what, instead or f"axis=mesh.{of_mesh}, of the mesh that you have made")
+    return present(choose, what, instead or f"axis=mesh.{of_mesh}, where mesh is the one you made")
 
 
 @checked()
@@ -126,4 +126,4 @@ def _among(among: str, what: str, field: str) -> Axis:
     Mesh.of(None)
     of_mesh = "rows" if among == "rows" else f"axis({among!r})"
     choose = lambda mesh: mesh.rows if among == "rows" else mesh.axis(among)  # noqa: E731
-    return present(choose, f"{what}({among!r})", f"mesh.{of_mesh}.{field}, of the mesh that you have made")
+    return present(choose, f"{what}({among!r})", f"mesh.{of_mesh}.{field}, where mesh is the one you made")

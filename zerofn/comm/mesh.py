@@ -103,7 +103,10 @@ class Mesh:
         Mesh(data: rank 0 of 4, tensor: rank 0 of 2)
         """
         if num_ranks is None and -1 in sizes.values():
-            raise ValueError(f"Mesh.planned: {dict(sizes)} has a size of -1; say of how many ranks: num_ranks=8.")
+            raise ValueError(
+                f"Mesh.planned: {dict(sizes)} has a size of -1, which needs the number of ranks. Write "
+                "num_ranks=8, for example."
+            )
         known = math.prod(x for x in sizes.values() if isinstance(x, int)) if num_ranks is None else num_ranks
         shape = resolved(sizes, known, "Mesh.planned")
         return Mesh(tuple(Axis(name, size, 0, _fake(name)) for name, size in zip(sizes, shape, strict=True)))
@@ -311,20 +314,24 @@ def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") 
         if name not in KINDS:
             near = nearest(name, KINDS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise TypeError(f"{what}: there is no axis {name!r}: axes are {', '.join(KINDS)}{hint}")
+            raise TypeError(f"{what}: axis {name!r} does not exist; the axes are {', '.join(KINDS)}{hint}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(f"{what}: {name}={size!r} is no size; give a number of ranks, or -1 for what is left.")
+            raise ValueError(
+                f"{what}: {name}={size!r} is not a size. Write a number of ranks, or -1 for all remaining ranks."
+            )
     if not sizes:
-        raise ValueError(f"{what}: no axis is given, such as data=8.")
+        raise ValueError(f"{what}: expected at least one axis, such as data=8.")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"{what}: {' and '.join(free)} are both -1; only one axis can get what is left.")
+        raise ValueError(f"{what}: {' and '.join(free)} are both -1, but only one axis can take the remaining ranks.")
     known = math.prod(size for size in sizes.values() if size != -1)
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1) or "1"
     if free and num_ranks % known:
-        raise ValueError(f"{what}: {product} does not divide {num_ranks} ranks, so {free[0]} cannot be what is left.")
+        raise ValueError(
+            f"{what}: {product} does not divide {num_ranks} ranks, so {free[0]}=-1 cannot take the remaining ranks."
+        )
     if not free and known != num_ranks:
-        raise ValueError(f"{what}: {product} are {known} ranks, and there are {num_ranks}.")
+        raise ValueError(f"{what}: {product} makes {known} ranks, but the job has {num_ranks}.")
     return tuple(num_ranks // known if size == -1 else size for size in sizes.values())
 
 
@@ -355,13 +362,15 @@ def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
     odd = [name for name in names if name not in KINDS]
     if odd and len(names) > 1:
         raise TypeError(
-            f"mesh: axes {', '.join(map(repr, odd))} of the DeviceMesh say nothing to ZeroFn, whose axes are "
-            f"{', '.join(KINDS)}; name them so: init_device_mesh(..., mesh_dim_names=...), or zerofn.Mesh.make(...)."
+            f"mesh: axes {', '.join(map(repr, odd))} of the DeviceMesh are not ZeroFn's, whose axes are "
+            f"{', '.join(KINDS)}. Use these names: init_device_mesh(..., mesh_dim_names=...), or zerofn.Mesh.make(...)."
         )
     grid, groups = mesh.mesh, mesh.get_all_groups()
     sizes, place = tuple(grid.shape), mesh.get_coordinate()
     if place is None:
-        raise ValueError(f"mesh: rank {dist.get_rank()} is no part of the DeviceMesh; every rank of the job has to be.")
+        raise ValueError(
+            f"mesh: rank {dist.get_rank()} is not in the DeviceMesh, which must contain every rank of the job."
+        )
     axes = [
         Axis(name, size, k, group.group_name) for name, size, k, group in zip(names, sizes, place, groups, strict=True)
     ]
@@ -389,9 +398,9 @@ def join() -> None:
         backend, devices = "cpu:gloo,cuda:nccl", torch.cuda.device_count()
         if launch.local_rank >= devices:
             raise RuntimeError(
-                f"local rank {launch.local_rank} has no CUDA device: {devices} are visible on this machine. Start one "
-                "rank a device (torchrun --nproc-per-node gpu), or hide the devices (CUDA_VISIBLE_DEVICES=) to train "
-                "on the CPU."
+                f"local rank {launch.local_rank} has no CUDA device: only {devices} are visible on this machine. Start "
+                "one rank for each device (torchrun --nproc-per-node gpu), or hide the devices (CUDA_VISIBLE_DEVICES=) "
+                "to train on the CPU."
             )
         torch.cuda.set_device(launch.local_rank)
         options["device_id"] = torch.device("cuda", launch.local_rank)  # else NCCL guesses it from the rank

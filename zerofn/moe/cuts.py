@@ -42,15 +42,15 @@ def cuts(params: Any, mesh: Mesh, experts: Callable[[str], bool] = _of_experts) 
     found = {name: x for name, x in zip(map(tree.name_of, paths), leaves, strict=True) if experts(name)}
     if not found:
         raise ValueError(
-            "moe.cuts: no leaf is of experts; put them below an entry 'experts', or say which they are: "
+            "moe.cuts: no leaf belongs to experts. Put the experts' leaves below an entry 'experts', or select them: "
             "experts=lambda name: ..."
         )
     for name, x in found.items():
         if not isinstance(x, Tensor) or not x.dim() or not x.shape[0] or x.shape[0] % axis.size:
             shape = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
-                f"moe.cuts: {name!r} has shape {shape}, and {axis.size} ranks of {EXPERT!r} cannot share its first dim "
-                "equally; give a multiple of them as the number of experts."
+                f"moe.cuts: {name!r} has shape {shape}, and {axis.size} ranks along {EXPERT!r} cannot divide its first "
+                f"dim equally. Make the number of experts a multiple of {axis.size}."
             )
     if axis.size == 1:
         return {}

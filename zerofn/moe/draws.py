@@ -50,5 +50,5 @@ def jitter(x: Tensor, key: Tensor | None = None, epsilon: float = 1e-2) -> Tenso
     tensor([1., 1.])
     """
     if not 0 <= epsilon < 1:
-        raise ValueError(f"moe.jitter: epsilon={epsilon} is not in [0, 1); 0.01 is usual.")
+        raise ValueError(f"moe.jitter: epsilon={epsilon} must be at least 0 and less than 1, such as 0.01.")
     return x * uniform(key, x, 1 - epsilon, 1 + epsilon) if epsilon else x

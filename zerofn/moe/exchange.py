@@ -26,7 +26,7 @@ def experts_here(num_experts: int, axis: str | Axis | None, what: str) -> tuple[
     where = axis_of(axis)
     if num_experts % where.size:
         raise ValueError(
-            f"{what}: {where.size} ranks of axis {where.name!r} cannot share {num_experts} experts equally; give a "
+            f"{what}: {where.size} ranks along {where.name!r} cannot divide {num_experts} experts equally. Use a "
             f"multiple of {where.size} experts, or another axis."
         )
     return num_experts // where.size, where.size
@@ -53,7 +53,9 @@ def dispatch(x: Tensor, routing: Routing, axis: str | Axis | None = None) -> Ten
     here, size = experts_here(routing.num_experts, axis, "moe.dispatch")
     k, num_tokens = routing.slot.shape
     if x.dim() != 2 or x.shape[0] != num_tokens:
-        raise ValueError(f"moe.dispatch: expected tokens [{num_tokens}, d], as were routed, got {list(x.shape)}.")
+        raise ValueError(
+            f"moe.dispatch: expected the {num_tokens} tokens that were routed, [{num_tokens}, d], got {list(x.shape)}."
+        )
     width, capacity = x.shape[1], routing.capacity
     # Each place has one token at most, so this writes and adds nothing up; what is dropped goes to a row behind.
     rows = x.expand(k, num_tokens, width).reshape(-1, width)
@@ -83,8 +85,8 @@ def combine(y: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tens
     capacity = routing.capacity
     if y.dim() != 3 or tuple(y.shape[:2]) != (here, size * capacity):
         raise ValueError(
-            f"moe.combine: expected the experts' outputs [{here}, {size * capacity}, d], one row for each of "
-            f"dispatch, got {list(y.shape)}."
+            f"moe.combine: expected the experts' outputs [{here}, {size * capacity}, d], one row for each row that "
+            f"dispatch returned, got {list(y.shape)}."
         )
     width = y.shape[2]
     if axis is not None and size > 1:

@@ -75,8 +75,8 @@ def experts(
         plan = getattr(model, "ep_plan", None) or {}
         if not plan:
             raise ValueError(
-                f"moe.experts: {name} has no ep_plan of its own; give plan={{'layers.*.mlp.experts': {_DISPATCH!r}, "
-                f"'layers.*.mlp.experts.up': {_CUT!r}, ...}}, or use zerofn.moe.layer in a model of your own."
+                f"moe.experts: {name} has no ep_plan. Write plan={{'layers.*.mlp.experts': {_DISPATCH!r}, "
+                f"'layers.*.mlp.experts.up': {_CUT!r}, ...}}, or use zerofn.moe.layer in your own model."
             )
     words = _named(model, plan, own)
     found: dict[str, Cut | tuple[Cut, ...]] = {}
@@ -86,8 +86,8 @@ def experts(
     odd = [where for where, word in words.items() if word != _DISPATCH and where.rpartition(".")[0] not in words]
     if odd or not found:
         raise ValueError(
-            f"moe.experts: the plan of {name} has {odd[0]!r}, and not its module; add {odd[0].rpartition('.')[0]!r}: "
-            f"{_DISPATCH!r}."
+            f"moe.experts: the plan of {name} has the parameter {odd[0]!r}, but not its module. Add "
+            f"{odd[0].rpartition('.')[0]!r}: {_DISPATCH!r}."
             if odd
             else f"moe.experts: the plan of {name} matches none of its modules of experts."
         )
@@ -127,7 +127,7 @@ def _check_capacity(capacity: float | None) -> None:
     number = isinstance(capacity, int | float) and not isinstance(capacity, bool)
     if not number or not math.isfinite(capacity) or capacity <= 0:
         raise ValueError(
-            f"moe.experts: capacity={capacity!r} is no factor above 0; give one, such as 1.25, or None to drop nothing."
+            f"moe.experts: capacity={capacity!r} must be a factor above 0, such as 1.25, or None to drop no tokens."
         )
 
 
@@ -162,10 +162,10 @@ def _check_word(key: str, word: Any) -> None:
     if near:
         hint = f"; did you mean {near[0]!r}?"
     elif word in TENSOR_WORDS:
-        hint = ", a word of tp_plan, which zerofn.parallel.tensor takes; leave it out of plan=."
+        hint = ", but is a word of tp_plan. Leave it out of plan=, and use zerofn.parallel.tensor for it."
     else:
-        hint = f"; there are {', '.join(_WORDS)}."
-    raise ValueError(f"moe.experts: plan[{key!r}]={word!r} says nothing of experts{hint}")
+        hint = f"; expected one of {', '.join(_WORDS)}."
+    raise ValueError(f"moe.experts: plan[{key!r}]={word!r} is not a word for experts{hint}")
 
 
 def _share(
@@ -175,17 +175,20 @@ def _share(
     held: Any = part  # of which attributes are read and set
     over = part.forward if isinstance(part.forward, CutExperts) else None
     if isinstance(part.forward, _Shared) or (over and isinstance(over.forward, _Shared)):
-        raise ValueError(f"moe.experts: {where!r} is shared already; make a new skeleton to share it anew.")
+        raise ValueError(
+            f"moe.experts: the experts of {where!r} are already divided over ranks. Make a new skeleton "
+            "to divide them again."
+        )
     if not hasattr(part, "_is_expert_parallel") or not isinstance(getattr(part, "num_experts", None), int):
         raise TypeError(
-            f"moe.experts: {where!r} is a {type(part).__name__}, which is not made as transformers' experts are "
-            "(use_experts_implementation); write zerofn.moe.layer in a model of your own."
+            f"moe.experts: {where!r} is a {type(part).__name__}, which does not follow the conventions of experts in "
+            "transformers (use_experts_implementation). Write zerofn.moe.layer in your own model."
         )
     number, size = held.num_experts, axis.size
     if number % size:
         raise ValueError(
-            f"moe.experts: {where!r} has {number} experts, which {size} ranks of {axis.name!r} cannot share equally; "
-            f"give a multiple of {size} experts, or another size of the axis."
+            f"moe.experts: {where!r} has {number} experts, which {size} ranks along {axis.name!r} cannot divide "
+            f"equally. Use a multiple of {size} experts, or another size of the axis."
         )
     found: dict[str, Cut | tuple[Cut, ...]] = {}
     for last, x in part.named_parameters():
@@ -193,9 +196,9 @@ def _share(
         word = words.get(name)
         if word is None or (word == _CUT and (not x.dim() or x.shape[0] != number)):
             raise ValueError(
-                f"moe.experts: {name!r} has shape {list(x.shape)}, of {number} experts, and the plan "
-                f"{f'says {word!r} of it' if word else 'leaves it out'}; write {_CUT!r} for one row for each expert, "
-                f"and {_WHOLE!r} for what all experts share."
+                f"moe.experts: {name!r} has shape {list(x.shape)} in a module of {number} experts, and the plan "
+                f"{f'has {word!r} for it' if word else 'has no entry for it'}. Write {_CUT!r} if it has one row for "
+                f"each expert, and {_WHOLE!r} if all experts share it."
             )
         if word == _CUT:
             found[name] = _cut(name, equal(EXPERT, 0, number, size), over)
@@ -212,8 +215,8 @@ def _cut(name: str, mine: Cut, over: CutExperts | None) -> Cut | tuple[Cut, ...]
         return mine
     if within.dim == 0:
         raise ValueError(
-            f"moe.experts: {name!r} is cut along dim 0 over both {EXPERT!r} and {within.axis!r}; leave it out of the "
-            "plan of zerofn.parallel.tensor."
+            f"moe.experts: {name!r} would be cut along dim 0 over both {EXPERT!r} and {within.axis!r}. Leave it out of "
+            "the plan of zerofn.parallel.tensor."
         )
     return mine, within
 

@@ -126,16 +126,16 @@ def _through_experts(params: Any, tokens: Tensor, experts: Experts, found: Routi
             shared = f"; {size} ranks share {found.num_experts}" if size > 1 else ""
             raise ValueError(
                 f"moe.layer: experts' {tree.name_of(path) or 'tensor'!r} has shape {list(leaf.shape)}, expected a "
-                f"first dim of {here}, the experts of this rank{shared}. Write zerofn.moe.own(experts, axis) for whole "
-                "ones."
+                f"first dim of {here}, the number of experts on this rank{shared}. If the tensors hold all experts, "
+                "write zerofn.moe.own(experts, axis)."
             )
     rows = dispatch(tokens, found, axis)
     y = experts(params, rows)
     if not isinstance(y, Tensor) or y.dim() != 3 or y.shape[:2] != rows.shape[:2]:
         got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(
-            f"moe.layer: experts(params, rows) got rows {list(rows.shape)} and returned {got}, expected "
-            f"[{rows.shape[0]}, {rows.shape[1]}, d]; write torch.vmap(expert) for a function of one expert."
+            f"moe.layer: experts(params, rows) received rows {list(rows.shape)} and returned {got}, expected "
+            f"[{rows.shape[0]}, {rows.shape[1]}, d]. If your function computes one expert, write torch.vmap(expert)."
         )
     return combine(y, found, axis)
 
@@ -173,7 +173,12 @@ def _check(params: Mapping[str, Any], x: Tensor, sample: str | None, balance: st
     weight = params["gate"]
     if not isinstance(weight, Tensor) or weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1]:
         shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"moe.layer: x [..., d] has shape {list(x.shape)}, and params['gate'] [experts, d] {shape}.")
+        raise ValueError(
+            "moe.layer: the last dims of x [..., d] and params['gate'] [experts, d] must be equal; the "
+            f"shapes are {list(x.shape)} and {shape}."
+        )
     for what, value, known in (("sample", sample, (None, "all", "others")), ("balance", balance, ("all", "first"))):
         if value not in known:
-            raise ValueError(f"moe.layer: {what}={value!r} is not known; there are {', '.join(map(repr, known))}.")
+            raise ValueError(
+                f"moe.layer: {what}={value!r} is not known; expected one of {', '.join(map(repr, known))}."
+            )

@@ -35,9 +35,9 @@ def of_whole_batch(model: nn.Module, mesh: Mesh) -> None:
             return out
         if inputs.get("attention_mask") is not None:
             raise ValueError(
-                f"moe.experts: with output_router_logits {name} weighs tokens by attention_mask in its load-balance "
-                "loss, and this rank has those of its own rows alone. Leave attention_mask out: under a causal mask "
-                "padding at the end needs none."
+                f"moe.experts: with output_router_logits, the load-balance loss of {name} weighs tokens of all ranks "
+                "by attention_mask, but this rank has the mask of its own rows only. Leave attention_mask out: with a "
+                "causal mask, padding at the end needs no mask."
             )
         out.router_logits = tuple(all_gather(x, axis) for x in logits)
         return out

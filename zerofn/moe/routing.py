@@ -135,14 +135,17 @@ def _sizes(logits: Tensor, k: int) -> tuple[int, int]:
     """Return the numbers of tokens and experts."""
     if logits.dim() != 2 or not logits.is_floating_point() or not logits.numel():
         raise ValueError(
-            f"moe.route: expected floating logits [tokens, experts], got {logits.dtype} {list(logits.shape)}; write "
-            "x.reshape(-1, x.shape[-1]) for the tokens of several rows."
+            f"moe.route: expected floating logits [tokens, experts], got {logits.dtype} {list(logits.shape)}. For "
+            "several rows, write x.reshape(-1, x.shape[-1])."
         )
     num_tokens, num_experts = logits.shape
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"moe.route: k={k!r} is no number of experts per token; give 1 or more.")
+        raise ValueError(f"moe.route: k={k!r}, the number of experts for each token, must be 1 or more.")
     if k > num_experts:
-        raise ValueError(f"moe.route: k={k} experts per token, and there are {num_experts}; give as many at most.")
+        raise ValueError(
+            f"moe.route: k={k} experts for each token are more than the {num_experts} experts of the "
+            f"layer. Write k={num_experts} or less."
+        )
     return num_tokens, num_experts
 
 
@@ -152,17 +155,17 @@ def places_of(num_tokens: int, num_experts: int, k: int, capacity: float | None,
     Raises `ValueError` for a capacity that is no number or drops everything.
     """
     if not isinstance(min_capacity, int) or isinstance(min_capacity, bool) or min_capacity < 0:
-        raise ValueError(f"moe.route: min_capacity={min_capacity!r} is no number of tokens; give 0 or more.")
+        raise ValueError(f"moe.route: min_capacity={min_capacity!r}, a number of tokens, must be 0 or more.")
     if capacity is None:
         return num_tokens
     if isinstance(capacity, bool) or not isinstance(capacity, int | float) or not math.isfinite(capacity):
-        raise ValueError(f"moe.route: capacity={capacity!r} is no factor; give a number, or None to drop nothing.")
+        raise ValueError(f"moe.route: capacity={capacity!r} must be a factor, such as 1.25, or None to drop no tokens.")
     # The decimal that was written: 1.1 * 10 is 11 then, and not the next number above.
     places = max(math.ceil(Fraction(str(capacity)) * k * num_tokens / num_experts), min_capacity)
     if places < 1:
         raise ValueError(
-            f"moe.route: capacity={capacity} and min_capacity={min_capacity} drop all tokens; give a capacity above 0, "
-            "or None to drop nothing."
+            f"moe.route: capacity={capacity} and min_capacity={min_capacity} would drop all tokens. Write a capacity "
+            "above 0, or None to drop no tokens."
         )
     return min(places, num_tokens)
 

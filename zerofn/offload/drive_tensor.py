@@ -66,8 +66,8 @@ class DriveTensor:
 
     def __reduce__(self) -> Any:
         raise RuntimeError(
-            f"{self.region.label} is on a drive, and cannot be copied or pickled: write "
-            "zerofn.save(path, state), or zerofn.unshard(state) for a copy in memory."
+            f"{self.region.label} is on a drive and cannot be copied or pickled. Write zerofn.save(path, state), or "
+            "zerofn.unshard(state) for a copy in memory."
         )
 
     @property
@@ -87,8 +87,8 @@ class DriveTensor:
         """
         if current_trace() is None:
             raise RuntimeError(
-                f"{self.region.label} is on a drive ({self.region.store.name}), where only compiled "
-                "steps work on it: write zerofn.compile(step), or zerofn.unshard(state) first."
+                f"{self.region.label} is on a drive ({self.region.store.name}), where only compiled steps can use it. "
+                "Write zerofn.compile(step), or call zerofn.unshard(state) first."
             )
         return ops.wait(ops.fetch(self.handle, self.size, self.dtype, [], self.device))
 
@@ -234,8 +234,8 @@ def _whole_pages(x: Tensor) -> Tensor:
 
 def _no_copy(handle: Tensor, x: Tensor) -> Tensor:
     raise RuntimeError(
-        f"{region_of(handle).label} is on a drive, in one place: a step that keeps the old state "
-        "beside the new one has none for it. Leave out donate=False, or keep the state in memory."
+        f"{region_of(handle).label} is on a drive, which has room for one state only, but a step with donate=False "
+        "needs the old state and the new one. Leave out donate=False, or store the state in memory."
     )
 
 

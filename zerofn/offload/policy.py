@@ -48,8 +48,8 @@ class Offload:
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(
-                    f"Offload({name}={value!r}) is not known; there are "
-                    f"{', '.join(map(repr, known[:-1]))} and {known[-1]!r}."
+                    f"Offload({name}={value!r}) is not known; expected {', '.join(map(repr, known[:-1]))} or "
+                    f"{known[-1]!r}."
                 )
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, int | float):
             raise TypeError(
@@ -58,8 +58,8 @@ class Offload:
             )
         if not 0 < self.fraction <= 1:
             raise ValueError(
-                f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded "
-                "must be above 0 and at most 1; write offload=None for nothing."
+                f"Offload(fraction={self.fraction!r}): the share of the units' bytes that is offloaded must be above 0 "
+                "and at most 1. To offload nothing, write offload=None."
             )
         if self.path is None:
             return
@@ -71,11 +71,11 @@ class Offload:
             ) from None
         if not all(paths) or not paths or len({os.path.realpath(p) for p in paths}) < len(paths):
             raise ValueError(
-                f"Offload(path={self.path!r}): expected one or more folders, each once; '.' is the current one."
+                f"Offload(path={self.path!r}): expected one or more folders, each only once; '.' is the current folder."
             )
         if not self.on_disk:
             raise ValueError(
-                f"Offload(path={self.path!r}) has no effect without 'nvme'; leave it out, or write optimizer='nvme'."
+                f"Offload(path={self.path!r}) has no effect without 'nvme'. Leave path out, or write optimizer='nvme'."
             )
 
     @property
@@ -110,7 +110,7 @@ def asked_for(offload: Offload | str | None, copies: str) -> Offload:
         if offload not in TIERS:
             near = nearest(offload, ("cpu", "nvme"), 1, 0.0)
             raise ValueError(
-                f"offload={offload!r} is not known; did you mean {near[0]!r}? There are 'cpu', 'nvme' and "
+                f"offload={offload!r} is not known; did you mean {near[0]!r}? Possible are 'cpu', 'nvme' and "
                 "zerofn.Offload(optimizer=..., params=..., path=...)."
             )
         return Offload(optimizer=offload, params=None if copies else offload)
@@ -118,8 +118,8 @@ def asked_for(offload: Offload | str | None, copies: str) -> Offload:
         raise TypeError(f"offload: expected None, 'cpu', 'nvme' or a zerofn.Offload, got {type(offload).__name__}.")
     if not (offload.optimizer or offload.params):
         raise ValueError(
-            f"{offload} offloads nothing: name what is to lie where, optimizer= or params=, 'cpu' or "
-            "'nvme', or write offload=None."
+            f"{offload} offloads nothing. Write optimizer='cpu', optimizer='nvme', or the same for params, or "
+            "offload=None."
         )
     if offload.params and copies:
         raise ValueError(f"Offload(params=...) has no effect {copies}, or offload the optimizer alone.")
@@ -132,8 +132,8 @@ def on_device(offload: Offload, device: torch.device) -> Offload:
         return offload
     if is_host(device) and offload.update != "auto":
         raise ValueError(
-            f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU and there "
-            "is no other processor to update on; leave update out."
+            f"Offload(update={offload.update!r}) has no effect: the model computes on the CPU, and no other processor "
+            "could run the update. Leave update out."
         )
     offload = _without_effect(offload, device)
     if fake_machine():
@@ -141,12 +141,12 @@ def on_device(offload: Offload, device: torch.device) -> Offload:
     for path in offload.paths if offload.on_disk else ():
         if _in_memory(path):
             log.warning(
-                "offload: %s lies in memory itself (tmpfs), so what is offloaded there frees none; "
-                "Offload(path=...) names a folder on a drive.",
+                "offload: %s is in memory itself (tmpfs), so offloading to it frees no memory. Write Offload(path=...) "
+                "with a folder on a drive.",
                 path,
             )
     if offload.on_disk and offload.path is None:
-        log.info("offload: scratch files go to %s; Offload(path=...) names another folder.", offload.paths[0])
+        log.info("offload: scratch files go to %s. For another folder, write Offload(path=...).", offload.paths[0])
     return offload
 
 
@@ -161,8 +161,8 @@ def _without_effect(offload: Offload, device: torch.device) -> Offload:
     )
     if kept != offload:
         warnings.warn(
-            f"{offload}: 'cpu' has no effect here: the parameters are on the CPU, so the model computes in host memory "
-            "as it is.",
+            f"{offload}: 'cpu' has no effect, because the parameters are on the CPU and the state is in host memory "
+            "already.",
             UserWarning,
             stacklevel=2,
         )
@@ -200,9 +200,9 @@ def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> N
         "\n".join(
             [
                 f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
-                f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, beside buffers:",
+                f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, without buffers:",
                 *lines,
-                "optim.adamw(..., moments='8bit') keeps its moments in a quarter of that.",
+                "optim.adamw(..., moments='8bit') needs a quarter of that for its moments.",
             ]
         )
     )

@@ -91,8 +91,8 @@ class GradientTransformation:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a state holds its optimizer's functions, which cannot be pickled: write zerofn.save(folder, state), and "
-            "zerofn.load(folder, like=state) with a state that was made in the same way."
+            "a TrainState holds the functions of its optimizer, which cannot be pickled. Write zerofn.save(folder, "
+            "state), and later zerofn.load(folder, like=state) with a state made by the same code."
         )
 
     def __copy__(self) -> GradientTransformation:

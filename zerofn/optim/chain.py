@@ -33,8 +33,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     for t in transformations[:-1]:
         if formats.in_format(t):
             raise ValueError(
-                f"chain: {t!r} must be the last, because only then are its moments rounded stochastically; "
-                "put the others before it, or write moments=None."
+                f"chain: {t!r} must come last, because its moments are rounded stochastically only there. Put the "
+                "other transformations before it, or write moments=None."
             )
 
     def init(params: Any) -> tuple[Any, ...]:

@@ -41,13 +41,13 @@ def count(where: str, low: int, **values: Any) -> None:
     for name, value in values.items():
         if not float(value).is_integer():
             instead = int(value) if math.isfinite(value) else "a whole number"
-            raise ValueError(f"{where}: {name}={value!r} is a number of updates; write {instead}.")
+            raise ValueError(f"{where}: {name} must be a number of updates, got {value!r}. Write {instead}.")
 
 
 def interval(where: str, low: tuple[str, float], high: tuple[str, float]) -> None:
     """Raise `ValueError` unless the first bound, a name and a value, is at most the second."""
     if low[1] > high[1]:
-        raise ValueError(f"{where}: {low[0]}={low[1]} is larger than {high[0]}={high[1]}; write a smaller one.")
+        raise ValueError(f"{where}: {low[0]}={low[1]} must not be larger than {high[0]}={high[1]}.")
 
 
 def learning_rate(where: str, value: Any) -> None:
@@ -55,8 +55,8 @@ def learning_rate(where: str, value: Any) -> None:
     if not callable(value):
         if not _is_number(value):
             raise TypeError(
-                f"{where}: learning_rate must be a number, or a schedule: a function of the count of "
-                f"applied updates such as optim.cosine_decay_schedule(3e-4, 1000); got {value!r}."
+                f"{where}: learning_rate must be a number or a schedule, a function of the count of applied updates, "
+                f"such as optim.cosine_decay_schedule(3e-4, 1000); got {value!r}."
             )
         number(where, 0.0, learning_rate=value)
 
@@ -108,8 +108,8 @@ def transformation(where: str, value: Any, *, phases: bool = False) -> None:
         raise TypeError(f"{where}: expected a gradient transformation such as {instead}, got {value!r}.")
     if value.about.phase is not None and not phases:
         raise ValueError(
-            f"{where}: {value!r} adds gradients over ranks itself, those of all parameters, and cannot stand inside of "
-            f"another transformation. Write it as the optimizer, or as the last of optim.chain."
+            f"{where}: {value!r} averages the gradients of all parameters over ranks itself, so it cannot be inside "
+            "another transformation. Use it as the optimizer, or as the last of optim.chain."
         )
 
 
@@ -121,20 +121,20 @@ def alone_in_chain(transformations: Sequence[GradientTransformation]) -> None:
         if value.about.phase is None:
             continue
         if k + 1 < len(transformations):
-            raise ValueError(f"chain: {value!r} updates the parameters itself; write it as the last.")
+            raise ValueError(f"chain: {value!r} updates the parameters itself, so it must come last.")
         odd = next((x for x in transformations[:k] if x.fused is None or x.fused.factor is None), None)
         if odd is not None:
             raise ValueError(
-                f"chain: {odd!r} cannot stand before {value!r}, which adds gradients over ranks itself: each rank "
-                "would change its own part of them. What multiplies all gradients by one number can, as "
-                "optim.clip_by_global_norm does."
+                f"chain: {odd!r} cannot come before {value!r}, which averages gradients over ranks itself: each rank "
+                "would change its own gradients differently. Before it, only transformations that multiply all "
+                "gradients by one number may stand, such as optim.clip_by_global_norm."
             )
 
 
 def needs_params(where: str, params: Any) -> None:
     """Raise `ValueError` if `update` was called without the parameters."""
     if params is None:
-        raise ValueError(f"{where}: update needs the parameters: tx.update(grads, state, params).")
+        raise ValueError(f"{where}: update needs the parameters. Write tx.update(grads, state, params).")
 
 
 def takes(where: str, name: str, value: Any, count: int, shape: str) -> None:

@@ -68,7 +68,9 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
     """
     cycles = tuple(dict(kwargs) for kwargs in cosine_kwargs)
     if not cycles:
-        raise ValueError("sgdr_schedule: expected a list of at least one dict of arguments of a cycle, got none.")
+        raise ValueError(
+            "sgdr_schedule: expected a list with at least one dict, the arguments of a cycle; got an empty list."
+        )
     schedules, boundaries = [], [0]
     for k, kwargs in enumerate(cycles):
         try:

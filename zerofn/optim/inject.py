@@ -37,7 +37,10 @@ class InjectHyperparamsState(NamedTuple):
         """
         for name, value in values.items():
             if name not in self.hyperparams:
-                raise KeyError(f"with_hyperparams: {name!r} is not injected; set one of {list(self.hyperparams)}.")
+                raise KeyError(
+                    f"with_hyperparams: {name!r} is not an injected hyperparameter; expected one of "
+                    f"{list(self.hyperparams)}."
+                )
             if not (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
                 checks.number(f"with_hyperparams: {name}", value=value)
         fresh = {name: _like(self.hyperparams[name], value) for name, value in values.items()}
@@ -81,8 +84,8 @@ def inject_hyperparams(
     unknown = sorted(static - set(signature.parameters))
     if unknown:
         raise ValueError(
-            f"inject_hyperparams: static_args names {unknown}, which are no arguments of "
-            f"{_unwrapped(inner_factory).__name__}; it takes {list(signature.parameters)}."
+            f"inject_hyperparams: static_args has {unknown}, which are not arguments of "
+            f"{_unwrapped(inner_factory).__name__}; its arguments are {list(signature.parameters)}."
         )
 
     @functools.wraps(inner_factory)
@@ -114,7 +117,7 @@ class _Factory:
         if wrong:
             raise TypeError(
                 f"inject_hyperparams: {wrong[0]} of {_unwrapped(make).__name__} is a constant of its kernel and cannot "
-                f"be a schedule; those that can are {sorted(self.as_schedule)}."
+                f"be a schedule. Arguments that can are {sorted(self.as_schedule)}."
             )
         names = [n for n in chosen if n in self.as_schedule] if own else chosen
         self.numbers = {n: arguments[n] for n in names if isinstance(arguments[n], float) or n in self.as_schedule}

@@ -26,8 +26,8 @@ def check(where: str, moments: str | None) -> None:
     if not isinstance(moments, str | None) or moments not in MOMENTS:
         *others, last = [repr(name) for name in MOMENTS if name is not None]
         raise ValueError(
-            f"{where}: moments={moments!r} is not known; there are None (the parameters' dtype), "
-            f"{', '.join(others)} and {last}."
+            f"{where}: moments={moments!r} is not known; expected None (the parameters' dtype), {', '.join(others)} or "
+            f"{last}."
         )
 
 

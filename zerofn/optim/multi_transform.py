@@ -85,8 +85,8 @@ def _keeper(transforms: Mapping[Hashable, Any], labels: Callable[[LeafInfo], Has
         label = labels(leaf)
         if label not in transforms:
             raise ValueError(
-                f"multi_transform: leaf {leaf.name!r} has label {label!r}, which is not in "
-                f"transforms; add a transformation for it, or return one of {list(transforms)}."
+                f"multi_transform: leaf {leaf.name!r} has label {label!r}, but transforms has no entry for it. Add a "
+                f"transformation for this label, or return one of {list(transforms)}."
             )
         return label == key
 

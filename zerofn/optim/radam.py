@@ -85,6 +85,6 @@ def _check(where: str, b1: float, b2: float, eps: float, eps_root: float, thresh
     checks.number(where, 4.0, threshold=threshold)  # the rectification has the root of length - 4
     if not b2 > 0.6:
         raise ValueError(
-            f"{where}: b2 must be more than 0.6, got {b2!r}: at 0.6 or less the average's length never exceeds 4 "
-            "updates, where there is no rectification."
+            f"{where}: b2 must be more than 0.6, got {b2!r}: at 0.6 or less the length of the average never exceeds 4 "
+            "updates, which rectification needs."
         )

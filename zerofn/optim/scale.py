@@ -45,8 +45,8 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     """
     if not callable(step_size_fn):
         raise TypeError(
-            f"scale_by_schedule: step_size_fn must be a function of the count of applied updates, got "
-            f"{step_size_fn!r}; for a constant use scale({step_size_fn!r})."
+            "scale_by_schedule: step_size_fn must be a function of the count of applied updates, got "
+            f"{step_size_fn!r}. For a constant, write scale({step_size_fn!r})."
         )
 
     def init(params: Any) -> ScaleByScheduleState:

@@ -113,8 +113,9 @@ def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformatio
 def _check_matrix(leaf: LeafInfo) -> None:
     if leaf.ndim != 2:
         raise ValueError(
-            f"scale_by_muon: leaf {leaf.name!r} has shape {list(leaf.shape)} and is no matrix; optim.muon gives such "
-            "leaves to AdamW, and optim.masked(scale_by_muon(), lambda leaf: leaf.ndim == 2) leaves them out."
+            f"scale_by_muon: leaf {leaf.name!r} has shape {list(leaf.shape)} and is not a matrix. Write optim.muon, "
+            "which updates such leaves with AdamW, or optim.masked(scale_by_muon(), lambda leaf: leaf.ndim == 2), "
+            "which skips them."
         )
 
 
@@ -134,5 +135,7 @@ def _triples(where: str, coefficients: Any, steps: int) -> list[Coefficients]:
             raise ValueError(f"{where}: ns_coeffs must be three numbers, or three for each step; got {coefficients!r}.")
         checks.number(where, **dict(zip("abc", triple, strict=True)))
     if len(triples) < steps:
-        raise ValueError(f"{where}: ns_coeffs has {len(triples)} triples for ns_steps={steps}.")
+        raise ValueError(
+            f"{where}: ns_coeffs has {len(triples)} triples, but ns_steps={steps}. Write one triple for each step."
+        )
     return [tuple(triple) for triple in triples]

@@ -173,8 +173,8 @@ def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence
     for k, schedule in enumerate(schedules):
         if not callable(schedule):
             raise TypeError(
-                f"join_schedules: schedules[{k}] must be a schedule, got {schedule!r}; for a constant "
-                f"use constant_schedule({schedule!r})."
+                f"join_schedules: schedules[{k}] must be a schedule, got {schedule!r}. For a constant, write "
+                f"constant_schedule({schedule!r})."
             )
 
     def fn(count: Tensor) -> Tensor:

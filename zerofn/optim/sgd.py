@@ -61,7 +61,7 @@ def sgd(
 
     formats.check("sgd", moments)
     if moments and not momentum:
-        raise ValueError(f"sgd: moments={moments!r} has no effect without momentum; leave it out.")
+        raise ValueError(f"sgd: moments={moments!r} has no effect without momentum. Leave it out.")
 
     constants = LeafConstants(weight_decay, mask, lr_scale)
 

@@ -49,8 +49,8 @@ def advice(value: Any) -> str:
     shown = f"torch.optim.{kind.__name__}" if kind.__module__.startswith("torch.") else kind.__name__
     why = f"{shown}, which changes parameters in place and stores its state itself"
     if not names:
-        return f"{why}; zerofn.optim has no counterpart: write it as two functions, optim.from_functions(init, update)."
-    return f"{why}; write {_counterpart(value, *_COUNTERPARTS[names[0]])} instead."
+        return f"{why}. zerofn.optim has no counterpart: write it as two functions, optim.from_functions(init, update)."
+    return f"{why}. Write {_counterpart(value, *_COUNTERPARTS[names[0]])} instead."
 
 
 def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:

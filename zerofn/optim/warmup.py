@@ -45,8 +45,8 @@ def warmup_cosine_decay_schedule(
     checks.number(where, warmup_steps=warmup_steps, decay_steps=decay_steps)
     if not decay_steps > warmup_steps:
         raise ValueError(
-            f"{where}: decay_steps counts the warm-up too, so it must be more than warmup_steps="
-            f"{warmup_steps!r}; got {decay_steps!r}."
+            f"{where}: decay_steps includes the warm-up, so it must be more than warmup_steps={warmup_steps!r}; got "
+            f"{decay_steps!r}."
         )
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
     decay = cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)

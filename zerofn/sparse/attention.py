@@ -108,16 +108,19 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
             f"{q.dtype}, {k.dtype} and {v.dtype}."
         )
     if q.device.type != "cpu":
-        raise ValueError(f"sparse.attention: it is computed on the CPU so far, and q is on {q.device}.")
+        raise ValueError(f"sparse.attention: q is on {q.device}, but sparse attention runs on the CPU only so far.")
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "sparse.attention: expected q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], got "
             f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"sparse.attention: {k.shape[1]} heads of keys do not divide {q.shape[1]} heads of queries.")
+        raise ValueError(
+            "sparse.attention: the number of heads of queries must be a multiple of the number of heads "
+            f"of keys; got {q.shape[1]} and {k.shape[1]}."
+        )
     if not 0 <= dropout < 1:
-        raise ValueError(f"sparse.attention: dropout={dropout} is not in [0, 1).")
+        raise ValueError(f"sparse.attention: dropout={dropout} must be at least 0 and less than 1.")
     return Sizes(q.shape[1], q.shape[2], k.shape[2])
 
 
@@ -137,8 +140,8 @@ def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool, part: Part | Non
         what, is_causal = known(rest if part is None else OfPart(rest, part), sizes), False
     if what.sizes.heads not in (1, sizes.heads) or what.sizes[1:] != sizes[1:]:
         raise ValueError(
-            f"sparse.attention: the layout is of {what.sizes.heads} heads, {what.sizes.queries} queries and "
-            f"{what.sizes.keys} keys, and q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
+            f"sparse.attention: the layout was made for {what.sizes.heads} heads, {what.sizes.queries} queries and "
+            f"{what.sizes.keys} keys, but q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
         )
     keys, pairs = _of_layout(what, batch, sizes.heads)
     narrow = functools.reduce(_narrower, spans) if spans else None
@@ -158,7 +161,7 @@ def pattern_of(what: object) -> Pattern:
     if not callable(what):
         raise TypeError(
             "sparse.attention: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
-            f"{type(what).__name__}; of an index tensor write sparse.chosen(index, block)."
+            f"{type(what).__name__}. For an index tensor, write sparse.chosen(index, block)."
         )
     return Function(what)
 
@@ -225,13 +228,17 @@ def _there(of: Padding, batch: int, sizes: Sizes, part: Part | None) -> Tensor:
 def _check_padding(of: Padding, batch: int, num: int) -> None:
     if of.there.shape[0] not in (1, batch) or of.there.shape[1] != num:
         raise ValueError(
-            f"sparse.padding: expected a mask [{batch} or 1, {num}], a token of each key, got {list(of.there.shape)}."
+            f"sparse.padding: expected a mask [{batch} or 1, {num}], one element for each key, got "
+            f"{list(of.there.shape)}."
         )
 
 
 def _of_ends(of: Documents, batch: int, sizes: Sizes) -> Tensor:
     if sizes.queries != sizes.keys:
-        raise ValueError(f"sparse.documents: {sizes.queries} queries and {sizes.keys} keys are not of one row.")
+        raise ValueError(
+            "sparse.documents: expected as many queries as keys, those of the same row; got "
+            f"{sizes.queries} and {sizes.keys}."
+        )
     _check_documents(of, batch, sizes.queries)
     return of.spans(sizes.queries)
 
@@ -250,7 +257,7 @@ def check_part(q: Tensor, k: Tensor, v: Tensor, what: What, num: int) -> None:
 def _check_documents(of: Documents, batch: int, num: int) -> None:
     ends = of.ends
     if ends.dim() == 2 and len(ends) not in (1, batch):
-        raise ValueError(f"sparse.documents: cu_seqlens of {len(ends)} rows, and the batch has {batch}.")
+        raise ValueError(f"sparse.documents: cu_seqlens has {len(ends)} rows, but the batch has {batch}.")
     if type(ends) is Tensor and ends.device.type == "cpu":
         check_ends(ends, num)
 
@@ -262,7 +269,7 @@ def check_ends(ends: Tensor, num: int) -> None:
         raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {ends.tolist()}.")
     if bool((rows[:, -1] > num).any()):
         raise ValueError(
-            f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, and a row has {num} tokens."
+            f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, but a row has only {num} tokens."
         )
 
 

@@ -39,5 +39,5 @@ def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
         )
     queries = block if queries is None else queries
     if block < 1 or queries < 1:
-        raise ValueError(f"sparse.chosen: a block has 1 token or more, got {min(block, queries)}.")
+        raise ValueError(f"sparse.chosen: a block must have 1 token or more, got {min(block, queries)}.")
     return Blocks(index.detach(), queries, block)

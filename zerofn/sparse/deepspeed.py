@@ -55,7 +55,7 @@ def _blocks(pattern: BlockPattern, sizes: Sizes) -> Tensor:
     """Return which blocks are attended, booleans [heads or 1, blocks, blocks]."""
     if sizes.queries != sizes.keys:
         raise ValueError(
-            f"sparse.deepspeed: its patterns are of as many queries as keys, got {sizes.queries} and {sizes.keys}."
+            f"sparse.deepspeed: these patterns need as many queries as keys, got {sizes.queries} and {sizes.keys}."
         )
     num, draws = -(-sizes.queries // pattern.block), random.Random(getattr(pattern, "seed", 0))
     blocks = torch.zeros(sizes.heads if pattern.per_head else 1, num, num, dtype=torch.bool)
@@ -142,7 +142,7 @@ class _Longformer(BlockPattern):
 
 def _enough(blocks: Tensor, name: str, num: int) -> None:
     if len(blocks) < num:
-        raise ValueError(f"sparse.deepspeed: {name}={num}, and the row has {len(blocks)} blocks.")
+        raise ValueError(f"sparse.deepspeed: {name}={num}, but the row has only {len(blocks)} blocks.")
 
 
 def _local(blocks: Tensor, sizes: Sequence[int], causal: bool) -> None:
@@ -188,10 +188,10 @@ def _check(where: str, attention: str, rows: bool = False, **numbers: int) -> bo
         raise ValueError(f"sparse.deepspeed.{where}: attention must be {' or '.join(_DIRECTIONS)}, got {attention!r}.")
     for name, value in numbers.items():
         if value < (0 if name == "num_random_blocks" else 1):
-            raise ValueError(f"sparse.deepspeed.{where}: {name}={value} is too few.")
+            raise ValueError(f"sparse.deepspeed.{where}: {name}={value} is too small.")
     if rows and attention == "unidirectional":
         raise ValueError(
-            f"sparse.deepspeed.{where}: horizontal_global_attention sees tokens behind; with it attention must be "
+            f"sparse.deepspeed.{where}: horizontal_global_attention attends to later tokens, so attention must be "
             "'bidirectional'."
         )
     return attention == "unidirectional"
@@ -201,8 +201,8 @@ def _spans(where: str, starts: Sequence[int], ends: Sequence[int] | None) -> tup
     ends = [x + 1 for x in starts] if ends is None else ends
     if len(starts) != len(ends) or any(a >= b or a < 0 for a, b in zip(starts, ends, strict=False)):
         raise ValueError(
-            f"sparse.deepspeed.{where}: global_block_end_indices must have, for each of global_block_indices, a "
-            f"number above it, got {list(starts)} and {list(ends)}."
+            f"sparse.deepspeed.{where}: global_block_end_indices must have one number for each of "
+            f"global_block_indices, and be larger than it; got {list(starts)} and {list(ends)}."
         )
     return tuple(zip(starts, ends, strict=True))
 
@@ -242,8 +242,9 @@ def fixed(
     most = num_local_blocks // num_global_blocks if different_layout_per_head else 1
     if not 1 <= num_different_global_patterns <= most:
         raise ValueError(
-            f"sparse.deepspeed.fixed: num_different_global_patterns={num_different_global_patterns}, and there can be "
-            f"from 1 to {most}: num_local_blocks / num_global_blocks with different_layout_per_head, and else 1."
+            f"sparse.deepspeed.fixed: num_different_global_patterns={num_different_global_patterns}must be from 1 to "
+            f"{most}. The largest is num_local_blocks / num_global_blocks with different_layout_per_head, and 1 "
+            "without."
         )
     rows, patterns = horizontal_global_attention, num_different_global_patterns
     return _Fixed(block, different_layout_per_head, num_local_blocks, num_global_blocks, causal, rows, patterns)
@@ -270,7 +271,7 @@ def variable(
     )
     if not local_window_blocks or min(local_window_blocks) < 1:
         raise ValueError(
-            f"sparse.deepspeed.variable: local_window_blocks must be one number of 1 or more, or several, got "
+            "sparse.deepspeed.variable: local_window_blocks must be a list of one or more numbers, each 1 or more; got "
             f"{list(local_window_blocks)}."
         )
     shared = _spans("variable", global_block_indices, global_block_end_indices)

@@ -60,7 +60,7 @@ class Pattern:
 
 def _pattern(x: object) -> Pattern:
     if not isinstance(x, Pattern):
-        raise TypeError(f"sparse: & and | take patterns, got {x!r}; write sparse.pattern(f) for a function.")
+        raise TypeError(f"sparse: & and | combine patterns, got {x!r}. For a function, write sparse.pattern(f).")
     return x
 
 

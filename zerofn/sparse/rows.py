@@ -43,13 +43,13 @@ class Documents(Pattern):
     def _of_all_rows(self, num: int) -> Tensor:
         if self.ends.dim() == 2:
             raise ValueError(
-                "sparse.documents: cu_seqlens of each row go with other patterns by & alone; for |, give the same "
-                "documents for all rows [documents + 1]."
+                "sparse.documents: cu_seqlens with one line for each row can be combined with other patterns by & "
+                "only. For |, pass the same documents for all rows, [documents + 1]."
             )
         if type(self.ends) is not Tensor:
             raise ValueError(
-                "sparse.documents: documents of a step's batch go with other patterns by & alone; for |, make the "
-                "pattern outside of the step."
+                "sparse.documents: documents from a step's batch can be combined with other patterns by & only. For |, "
+                "make the pattern outside the step."
             )
         return self.spans(num)[0]
 
@@ -80,7 +80,9 @@ class Padding(Pattern):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """Raise `ValueError`: it is known in a step alone."""
-        raise ValueError("sparse.padding: each row has its own, which goes with other patterns by & alone.")
+        raise ValueError(
+            "sparse.padding: padding differs between rows, so it can be combined with other patterns by & only."
+        )
 
 
 @checked()

@@ -52,19 +52,19 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
     if not (layout is None or isinstance(layout, Pattern | Layout | Blocks) or callable(layout)):
         raise TypeError(
             "sparse.use: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
-            f"{type(layout).__name__}; None takes it away."
+            f"{type(layout).__name__}. None removes the layout."
         )
     found = [(name, x) for name, x in model.named_modules() if _attends(type(x))]
     if not found:
         raise ValueError(
-            f"sparse.use: no layer of {type(model).__name__} names torch.nn.functional.scaled_dot_product_attention in "
-            "its methods; write sparse.attention(q, k, v, layout) where it computes attention."
+            f"sparse.use: no layer of {type(model).__name__} calls torch.nn.functional.scaled_dot_product_attention in "
+            "its methods. Write sparse.attention(q, k, v, layout) where it computes attention."
         )
     for number in range(len(found)) if layers is None else layers:
         if not 0 <= number < len(found):
             raise ValueError(
-                f"sparse.use: there is no attention layer {number}; {type(model).__name__} has {len(found)}, from 0 to "
-                f"{len(found) - 1}."
+                f"sparse.use: attention layer {number} does not exist; {type(model).__name__} has {len(found)} "
+                f"attention layers, from 0 to {len(found) - 1}."
             )
         name, module = found[number]
         own = vars(module).get("forward")
@@ -121,9 +121,9 @@ class _Forward:
             the(_Running).modes.pop()
         if not mode.num_calls:
             raise ValueError(
-                f"{self._where()} computes attention by other means than "
-                "torch.nn.functional.scaled_dot_product_attention, so the layout has no effect. Build a model of "
-                'transformers with attn_implementation="sdpa"; call nn.MultiheadAttention with need_weights=False.'
+                f"{self._where()} does not compute attention by torch.nn.functional.scaled_dot_product_attention, so "
+                'the layout has no effect. Build a transformers model with attn_implementation="sdpa"; call '
+                "nn.MultiheadAttention with need_weights=False."
             )
         return out
 
@@ -165,8 +165,9 @@ class _ByLayout(TorchFunctionMode):
             is_causal = is_causal or self._is_triangle(attn_mask)
         if query.shape[-2] != key.shape[-2]:
             raise ValueError(
-                f"{self._where} has {query.shape[-2]} queries and {key.shape[-2]} keys; a layout is of rows that look "
-                "at themselves. Build the model with use_cache=False, or leave its cross attention out of layers=."
+                f"{self._where} has {query.shape[-2]} queries and {key.shape[-2]} keys, but a layout needs "
+                "self-attention, with as many queries as keys. Build the model with use_cache=False, or leave its "
+                "cross attention out of layers=."
             )
         return attention(query, key, value, self.layout, is_causal=is_causal, scale=scale, dropout=dropout_p)
 
@@ -180,10 +181,10 @@ class _ByLayout(TorchFunctionMode):
             if allowed is not None and mask.shape[-1] == mask.shape[-2] and bool((allowed == triangle).all()):
                 return True
         raise ValueError(
-            f"{self._where} has a mask {list(mask.shape)} of the model's own beside the layout. Models make one of "
-            "padding, of positions that start again and of a window: leave attention_mask and position_ids out of the "
-            "batch, build the model without a sliding window, and put into the layout what tokens are to look at, "
-            "such as sparse.documents(cu_seqlens) & sparse.sliding_window(1024)."
+            f"{self._where} received a mask {list(mask.shape)} from the model, but the layout must be the only mask. "
+            "Models make a mask from padding, from positions that start again, and from a sliding window. Leave "
+            "attention_mask and position_ids out of the batch, build the model without a sliding window, and write the "
+            "mask as the layout, such as sparse.documents(cu_seqlens) & sparse.sliding_window(1024)."
         )
 
 

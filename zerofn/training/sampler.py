@@ -31,7 +31,7 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"sampler: dataset must have a length, got {told(dataset)}.")
     rows = (
-        present(lambda own: own.rows, "sampler", "mesh=mesh, the one that you have made")
+        present(lambda own: own.rows, "sampler", "mesh=mesh, with the mesh you made")
         if mesh is None
         else Mesh.of(mesh).rows
     )

@@ -35,7 +35,10 @@ def test_a_changed_byte_is_noticed(tmp_path, place):
             byte = os.pread(fd, 1, place)[0]
             os.pwrite(fd, bytes([byte ^ 4]), place)
             os.fsync(fd)
-        said = f"layers.3 exp_avg, block {place // BLOCK} of 4 .* is damaged: its bytes are not those that were written"
+        said = (
+            f"layers.3 exp_avg, block {place // BLOCK} of 4 .* is damaged: its bytes differ from those that were "
+            "written"
+        )
         for _ in range(2):
             with pytest.raises(DiskError, match=f"^{tmp_path}.*{said}"):
                 store.read(region, aligned(4 * BLOCK)).wait()
@@ -172,10 +175,10 @@ def test_folders_that_are_none(tmp_path):
 
 def test_a_folder_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
-    assert refused(f"^moments: {tmp_path} cannot be written to; ", tmp_path) == errno.EACCES
+    assert refused(f"^moments: {tmp_path} is not writable. ", tmp_path) == errno.EACCES
     monkeypatch.undo()
     monkeypatch.setattr(os, "open", raising(errno.EROFS))
-    assert refused(f"^moments: {tmp_path} cannot be written to; ", tmp_path) == errno.EROFS
+    assert refused(f"^moments: {tmp_path} is not writable. ", tmp_path) == errno.EROFS
 
 
 def test_too_little_space_is_summed_over_folders_of_one_drive(tmp_path, monkeypatch):
@@ -185,7 +188,7 @@ def test_too_little_space_is_summed_over_folders_of_one_drive(tmp_path, monkeypa
     free = os.statvfs(tmp_path)
     free = free.f_bavail * free.f_frsize
     monkeypatch.setattr(os, "posix_fallocate", pytest.fail)
-    said = rf"^moments: {folders[0]} has [\d.]+ GB free, but [\d.]+ GB are needed there; "
+    said = rf"^moments: {folders[0]} has [\d.]+ GB free, but needs [\d.]+ GB. "
     assert refused(said, *folders, nbytes=free + (1 << 30)) == errno.ENOSPC
     assert [os.listdir(folder) for folder in folders] == [[], []]
 
@@ -235,7 +238,7 @@ def refuse_direct(monkeypatch, at_open):
 @pytest.mark.parametrize("at_open", [True, False])
 def test_without_direct_transfers(tmp_path, monkeypatch, at_open):
     refuse_direct(monkeypatch, at_open)
-    with pytest.warns(RuntimeWarning, match=f"^{tmp_path}: its file system has no direct transfers") as told:
+    with pytest.warns(RuntimeWarning, match=f"^{tmp_path}: the file system has no direct transfers") as told:
         store = small_store(tmp_path)
     assert len(told) == 1
     region, data = written(store, 10_000)
@@ -322,7 +325,7 @@ def test_a_forked_process_is_told_and_leaves_the_store_alone(tmp_path):
     found, said = child.communicate(timeout=30)
     assert (child.returncode, said) == (0, "")
     told, right = found.splitlines()
-    assert told.startswith("moments: its threads are in process ") and right == "True"
+    assert told.startswith("moments: the threads of this store are in process ") and right == "True"
 
 
 @pytest.mark.slow
@@ -336,8 +339,8 @@ def test_a_drive_that_is_really_full(tmp_path):
     _, said = child.communicate(timeout=30)
     assert child.returncode == 1
     assert said.splitlines()[-1].endswith(
-        f"DiskError: moments: {tmp_path} has 0.008 GB free, but 0.067 GB are needed there; make room, or name "
-        "further folders on other drives."
+        f"DiskError: moments: {tmp_path} has 0.008 GB free, but needs 0.067 GB. Make room, or add folders on other "
+        "drives."
     )
 
 

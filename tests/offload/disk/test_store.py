@@ -301,11 +301,11 @@ def test_wrong_buffers(tmp_path):
             (aligned(12_000)[:10_000], "has 10,000 bytes, but 12,288"),
             (aligned(20_000)[1:], "begin at a multiple of 4096"),
             (aligned(80_000)[::2], "must be contiguous"),
-            (torch.empty(20_000, device="meta"), "on the host"),
+            (torch.empty(20_000, device="meta"), "in host memory"),
         ]:
             with pytest.raises(ValueError, match=f"^moments: the buffer for w .*{said}"):
                 store.write(region, buffer)
-        with pytest.raises(ValueError, match="^other: w is a region of another store, moments"):
+        with pytest.raises(ValueError, match="^other: w belongs to another store, moments"):
             other.read(region, aligned(10_000))
         with pytest.raises(ValueError, match="^moments: w must have 1 byte or more, not 0"):
             store.allocate(0, "w")

@@ -100,7 +100,7 @@ class Request:
         transfer(file, self._memory[block.start : block.start + block.nbytes], block.offset, False)
         self._engine.count(read=block.nbytes)
         if checksum(address, block.nbytes) != block.check:
-            raise _Damaged(f"{self._place(file, number)} is damaged: its bytes are not those that were written.")
+            raise _Damaged(f"{self._place(file, number)} is damaged: its bytes differ from those that were written.")
 
     def _place(self, file: File, number: int) -> str:
         block = self.region.blocks[number]
@@ -154,8 +154,8 @@ class Engine:
         """Start a request when earlier ones on its region are done: a write waits for all, a read for writes."""
         if os.getpid() != self._pid:
             raise DiskError(
-                f"{self.name}: its threads are in process {self._pid}, which this one was forked from; "
-                "make a Store in the process that uses it."
+                f"{self.name}: the threads of this store are in process {self._pid}, and this process was forked from "
+                "it. Make a Store in the process that uses it."
             )
         region = request.region
         with self._lock:

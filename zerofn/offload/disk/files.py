@@ -58,8 +58,8 @@ class File:
         if not self.direct and self.folder not in _buffered:
             _buffered.add(self.folder)
             warnings.warn(
-                f"{self.folder}: its file system has no direct transfers (O_DIRECT); they go through the "
-                "page cache, which takes memory and a copy.",
+                f"{self.folder}: the file system has no direct transfers (O_DIRECT). Reads and writes go through the "
+                "page cache, which needs memory and another copy.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -141,8 +141,8 @@ def _free(folder: Path) -> int:
 
 def _too_little(name: str, folder: Path, asked: int, free: int) -> DiskError:
     return DiskError(
-        f"{name}: {folder} has {gigabytes(free)} free, but {gigabytes(asked)} are needed there; make "
-        "room, or name further folders on other drives.",
+        f"{name}: {folder} has {gigabytes(free)} free, but needs {gigabytes(asked)}. Make room, or add folders on "
+        "other drives.",
         errno.ENOSPC,
     )
 
@@ -151,12 +151,13 @@ def _unusable(name: str, folder: Path, error: OSError) -> DiskError:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return _unwritable(name, folder, error.errno)
     return DiskError(
-        f"{name}: {folder} takes no scratch file ({error.strerror}); name a folder on another drive.", error.errno
+        f"{name}: {folder} cannot hold a scratch file ({error.strerror}). Choose a folder on another drive.",
+        error.errno,
     )
 
 
 def _unwritable(name: str, folder: Path, number: int) -> DiskError:
-    return DiskError(f"{name}: {folder} cannot be written to; name a folder that this user may write to.", number)
+    return DiskError(f"{name}: {folder} is not writable. Choose a folder that this user may write to.", number)
 
 
 def gigabytes(nbytes: int) -> str:

@@ -69,7 +69,8 @@ class Store:
             if self.allocated + size > self.nbytes:
                 raise ValueError(
                     f"{self.name}: {label} needs {size:,} bytes, but {self.nbytes - self.allocated:,} of "
-                    f"{self.nbytes:,} are left; make the Store with more, summing `pages(nbytes)`."
+                    f"{self.nbytes:,} are left. Make the Store larger: its size must be the sum of `pages(nbytes)` "
+                    "over all regions."
                 )
             for start in range(0, size, self.block):
                 length = min(self.block, size - start)
@@ -93,17 +94,17 @@ class Store:
 
     def _begin(self, region: Region, buffer: Tensor, writes: bool) -> Request:
         if region.store is not self:
-            raise ValueError(f"{self.name}: {region.label} is a region of another store, {region.store.name}.")
+            raise ValueError(f"{self.name}: {region.label} belongs to another store, {region.store.name}.")
         size = pages(region.nbytes)
         if buffer.device.type != "cpu" or not buffer.is_contiguous() or buffer.data_ptr() % PAGE:
             raise ValueError(
-                f"{self.name}: the buffer for {region.label} must be contiguous, on the host and begin at "
-                f"a multiple of {PAGE} bytes; take one from zerofn.offload.disk.aligned({region.nbytes})."
+                f"{self.name}: the buffer for {region.label} must be contiguous, in host memory, and begin at a "
+                f"multiple of {PAGE} bytes. Get one from zerofn.offload.disk.aligned({region.nbytes})."
             )
         if buffer.nbytes < size:
             raise ValueError(
-                f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but {size:,} "
-                f"(whole pages) are moved; take one from zerofn.offload.disk.aligned({region.nbytes})."
+                f"{self.name}: the buffer for {region.label} has {buffer.nbytes:,} bytes, but whole pages are "
+                f"transferred, here {size:,} bytes. Get a buffer from zerofn.offload.disk.aligned({region.nbytes})."
             )
         request = Request(self._engine, region, buffer.detach(), writes)
         self._engine.submit(request)
