@@ -227,12 +227,12 @@ def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["plan", "nowhere.py"], "there is no script 'nowhere.py'"),
+    (["plan", "nowhere.py"], "the script 'nowhere.py' does not exist"),
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
     (["plan", "{script}", "--machine", "H100-9", "--", "64"], "did you mean 'H100-8'"),
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
     (["plan", "{script}", "--mesh", "data4", "--", "64"], "--mesh data4: expected sizes by axis"),
-    (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "every axis may stand there once"),
+    (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "an axis may occur only once"),
     (["plan", "{script}", "--wire", "gather=int4,sum=int8", "--", "64"], "wire='gather=int4,sum=int8' has 'sum=int8'"),
     (["plan", "{script}", "--mesh", "data=4", "--world", "8", "--", "64"], "data 4 makes 4 ranks, but the job has 8"),
     (["plan", "{script}", "--mesh", "dta=4", "--", "64"], "axis 'dta' does not exist"),
@@ -252,7 +252,7 @@ def test_a_script_without_a_step(tmp_path, capsys):
     path = tmp_path / "empty.py"
     path.write_text("print('nothing')\n")
     assert main(["plan", str(path)]) == 1
-    assert "ended without a call of a compiled step" in capsys.readouterr().err
+    assert "ended without calling a compiled step" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_this_machine_is_measured_by_all_ranks(tmp_path):
 def test_forgotten_dashes(script, capsys):
     with pytest.raises(SystemExit):
         main(["plan", str(script), "--layers", "2"])
-    assert "behind --: zerofn plan script.py" in capsys.readouterr().err
+    assert "after --: zerofn plan script.py" in capsys.readouterr().err
 
 
 def test_a_deepspeed_configuration(tmp_path, capsys):
@@ -314,7 +314,7 @@ def test_a_config_is_planned_in_stages(tmp_path, capsys):
     assert main([*command, "--rows", "6"]) == 1
     assert "--microbatches 4: a rank's 6 rows are not cut into as many equal parts" in capsys.readouterr().err
     assert main(["plan", "train.py", "--microbatches", "4"]) == 1
-    assert "--microbatches has no effect on a script, which accumulates over its own" in capsys.readouterr().err
+    assert "--microbatches has no effect on a script, which chooses its own number" in capsys.readouterr().err
 
 
 @pytest.mark.whole

@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(given[:end])
     if unknown:
         parser.error(
-            f"{' '.join(unknown)}: not known to zerofn {args.command}; a script's own arguments come last, "
-            "behind --: zerofn plan script.py --world 8 -- --layers 24"
+            f"{' '.join(unknown)}: not known to zerofn {args.command}; arguments of your script come last, after --: "
+            "zerofn plan script.py --world 8 -- --layers 24"
         )
     if args.command != "launch":
         args.arguments = given[end + 1 :]
@@ -72,29 +72,39 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"zerofn {__version__}, torch {torch.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_plan(commands)
-    two = commands.add_parser("profile", help="measure this machine, for plans and predictions")
+    two = commands.add_parser("profile", help="measure this machine, for plans")
     two.add_argument("file", type=Path)
-    two.add_argument("--ranks", type=int, default=1, help="processes that load it together, as training will (1)")
-    two.add_argument("--folder", type=Path, help="on the drive that state is offloaded to")
+    two.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="number of processes that measure at the same time, as ranks of a training do (1)",
+    )
+    two.add_argument("--folder", type=Path, help="a folder on the drive for offloaded state, to measure the drive too")
     two.set_defaults(run=_profile)
     three = commands.add_parser(
         "config",
-        help="what each key of a DeepSpeed configuration becomes here",
-        description="Prints, key by key, what becomes of a DeepSpeed configuration, and the code that takes its place. "
-        "Without FILE: all keys that DeepSpeed has. Ends with 1 where a key is unknown or has no counterpart.",
+        help="translate a DeepSpeed configuration, key by key",
+        description="Prints for each key of a DeepSpeed configuration what replaces it here, and the code to write. "
+        "Without FILE: all keys of DeepSpeed. Exits with 1 if a key is unknown or has no counterpart.",
     )
     three.add_argument("file", nargs="?", type=Path, metavar="FILE", help="such as ds_config.json")
-    three.add_argument("--world", type=int, default=1, help="ranks, for the batch size (1)")
-    three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='in place of "auto", such as lr=3e-4')
+    three.add_argument("--world", type=int, default=1, help="number of ranks, for the batch size (1)")
+    three.add_argument("--auto", nargs="+", default=[], metavar="KEY=VALUE", help='a value for "auto", such as lr=3e-4')
     three.set_defaults(run=_config)
     four = commands.add_parser(
         "report",
-        help="what this machine has, measured, and what each shortage costs",
-        description="Versions, processors, GPUs, limits, rates of memory, kernels, drives and links, and ten seconds "
-        "of a real training on all devices. A line with ! says what a shortage costs, and what to type. Half a minute.",
+        help="check and measure this machine",
+        description="Prints versions, processors, GPUs and limits, measures memory, kernels, drives and links, and "
+        "trains a small model on all devices for ten seconds. A line with ! names a problem, its cost, and "
+        "what to type. Takes half a minute.",
     )
-    four.add_argument("--ranks", type=int, help="of the training (one to a GPU or, without, to a processor; 8 at most)")
-    four.add_argument("--folder", type=Path, help="on a drive to measure, too")
+    four.add_argument(
+        "--ranks",
+        type=int,
+        help="number of ranks of the training (one for each GPU, or without GPUs for each processor; at most 8)",
+    )
+    four.add_argument("--folder", type=Path, help="a folder on a drive, to measure the drive too")
     four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
     _add_launch(commands)
     _add_checkpoints(commands)
@@ -104,46 +114,57 @@ def _parser() -> argparse.ArgumentParser:
 def _add_plan(commands: Any) -> None:
     one = commands.add_parser(
         "plan",
-        help="what a script's training step needs and does on a cluster",
-        description="Runs SCRIPT as it is, up to the first call of the compiled step FUNCTION "
-        "(any, where none is named): with no memory for its state, which is then planned for. "
-        "The script's own arguments come last, behind --. Or plans the training of a Hugging Face config.json, with "
-        "AdamW on rows of --context tokens. Ends with 1 where nothing fits.",
+        help="plan memory and time of a script's training step on a cluster",
+        description="Runs SCRIPT unchanged up to the first call of the compiled step FUNCTION (or of any compiled "
+        "step), without memory for its state, and plans that step. Arguments of your script come last, "
+        "after --. Or plans the training of a Hugging Face config.json with AdamW, on rows of --context "
+        "tokens. Exits with 1 if nothing fits.",
     )
     one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
-    one.add_argument("--context", type=int, help="tokens of a row, with a config.json")
-    one.add_argument("--microbatches", type=int, help="of a rank's rows, with a config.json: zerofn.accumulate (1)")
-    one.add_argument("--capacity", type=float, help="of an expert, with a config.json: a factor (none: drop nothing)")
+    one.add_argument("--context", type=int, help="number of tokens of a row, for a config.json")
+    one.add_argument(
+        "--microbatches",
+        type=int,
+        help="number of microbatches of a rank's rows, for a config.json: zerofn.accumulate (1)",
+    )
+    one.add_argument(
+        "--capacity", type=float, help="capacity of an expert, for a config.json: a factor (none: drop no tokens)"
+    )
     one.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="along tensor, with a config.json: layers have parts of the tokens (where the model takes it)",
+        help="sequence parallelism along tensor, for a config.json: between sliced layers each rank has a part of the "
+        "tokens (if the model supports it)",
     )
-    one.add_argument("--world", type=int, help="ranks (all of the machine's nodes, where it says how many; else 8)")
+    one.add_argument(
+        "--world", type=int, help="number of ranks (all ranks of --machine, if it names a number of nodes; else 8)"
+    )
     one.add_argument(
         "--mesh",
-        help="the ranks as a grid, such as data=4,tensor=2; auto plans all that may be the fastest, and names it "
-        "(what the script makes, or data)",
+        help="the ranks as a grid, such as data=4,tensor=2; auto plans all meshes that may be the fastest, and names "
+        "the fastest (default: the script's mesh, or data)",
     )
     one.add_argument(
         "--machine",
         default="H100-8",
-        help=f"{', '.join(KNOWN)}, or what `zerofn profile` wrote; several nodes are '8 x H100-8' (H100-8)",
+        help=f"{', '.join(KNOWN)}, or a file that `zerofn profile` wrote; for several nodes, '8 x H100-8' (H100-8)",
     )
-    one.add_argument("--stage", type=int, nargs="+", help="of 0, 1, 2, 3; all of them by default")
-    one.add_argument("--offload", nargs="+", help="none, cpu, nvme; those that differ by default")
+    one.add_argument("--stage", type=int, nargs="+", help="stages to plan, of 0, 1, 2, 3 (default: all)")
+    one.add_argument("--offload", nargs="+", help="none, cpu, nvme (default: those that make a difference)")
     one.add_argument(
         "--precision",
         nargs="+",
-        help="none, fp32, bf16, fp16, fp8; by default the script's own, or if it names none the usual ones",
+        help="none, fp32, bf16, fp16, fp8 (default: the script's precision, or if it has none, the usual ones)",
     )
     one.add_argument(
-        "--wire", nargs="+", help="none, bf16, fp8, int8, gather=int4,reduce=int8: as units travel; else the script's"
+        "--wire", nargs="+", help="wire codecs: none, bf16, fp8, int8, gather=int4,reduce=int8 (default: the script's)"
     )
-    one.add_argument("--remat", nargs="+", help="none, auto, full, budget; by default more where it does not fit")
-    one.add_argument("--rows", type=int, nargs="+", help="rows of a rank's batch; the script's by default")
-    one.add_argument("--memory", help="of a device, such as 24GiB, in the place of the machine's")
-    one.add_argument("--picture", type=Path, help="draw it to this file, such as plan.png")
+    one.add_argument(
+        "--remat", nargs="+", help="none, auto, full, budget (default: more recomputation if a plan does not fit)"
+    )
+    one.add_argument("--rows", type=int, nargs="+", help="number of rows of a rank's batch (default: the script's)")
+    one.add_argument("--memory", help="memory of a device, such as 24GiB, instead of the machine's")
+    one.add_argument("--picture", type=Path, help="draw the plan to this file, such as plan.png")
     one.add_argument("--json", type=Path, help="write it to this file")
     one.set_defaults(run=_plan)
 
@@ -151,40 +172,48 @@ def _add_plan(commands: Any) -> None:
 def _add_launch(commands: Any) -> None:
     one = commands.add_parser(
         "launch",
-        help="run a script on ranks: of this machine, of a hostfile's, or of SLURM's allocation",
-        description="Starts torch's elastic agent here, or by ssh on every machine of a hostfile, or by srun in an "
-        "allocation of SLURM. What stands behind SCRIPT is the script's own.",
+        help="run a script on ranks: on this machine, on machines of a hostfile, or in a SLURM allocation",
+        description="Starts torch's elastic agent on this machine, or by ssh on every machine of a hostfile, or by "
+        "srun in a SLURM allocation. Arguments after SCRIPT belong to the script.",
     )
     one.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    one.add_argument("--ranks", type=int, help="on each machine (one to a slot or GPU; 1 without GPUs)")
-    one.add_argument("-H", "--hostfile", help="lines such as 'worker-1 slots=8' (/job/hostfile, if it is there)")
-    one.add_argument("-i", "--include", help="machines and slots, such as worker-1@worker-2:0,2")
-    one.add_argument("-e", "--exclude", help="machines and slots to leave out, such as worker-2:1")
+    one.add_argument(
+        "--ranks", type=int, help="number of ranks on each machine (one for each slot or GPU; 1 without GPUs)"
+    )
+    one.add_argument(
+        "-H", "--hostfile", help="a file of lines such as 'worker-1 slots=8' (/job/hostfile, if it exists)"
+    )
+    one.add_argument("-i", "--include", help="machines and slots to use, such as worker-1@worker-2:0,2")
+    one.add_argument("-e", "--exclude", help="machines and slots not to use, such as worker-2:1")
     one.add_argument("--max-restarts", type=int, default=0, help="how often failed ranks are started again (0)")
-    one.add_argument("--port", type=int, default=29400, help="where several machines meet, on the first one (29400)")
+    one.add_argument("--port", type=int, default=29400, help="port on the first machine, for several machines (29400)")
     one.add_argument("--ssh-port", type=int)
-    one.add_argument("--logs", metavar="FOLDER", help="keep every rank's output apart there")
-    one.add_argument("script", metavar="SCRIPT", help="a file; with -m a module")
+    one.add_argument("--logs", metavar="FOLDER", help="a folder for the output of each rank, in separate files")
+    one.add_argument("script", metavar="SCRIPT", help="a file, or with -m the name of a module")
     one.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's")
     one.set_defaults(run=_launch)
 
 
 def _add_checkpoints(commands: Any) -> None:
     """Add the commands for checkpoints. A path may be that of a checkpoint, or of the folder of a run."""
-    inspect = commands.add_parser("inspect", help="what a checkpoint holds: when saved, by what, sizes, ranks, tiers")
+    inspect = commands.add_parser("inspect", help="describe a checkpoint: time, versions, sizes, ranks, tiers")
     inspect.add_argument("path")
     inspect.set_defaults(run=_inspect)
-    verify = commands.add_parser("verify", help="read every byte of a checkpoint; ends with 1 if one is not as saved")
+    verify = commands.add_parser(
+        "verify", help="read every byte of a checkpoint; exits with 1 if a byte differs from the saved one"
+    )
     verify.add_argument("path")
     verify.set_defaults(run=_verify)
-    diff = commands.add_parser("diff", help="the leaves that differ between two checkpoints; ends with 1 if some do")
+    diff = commands.add_parser("diff", help="list leaves that differ between two checkpoints; exits with 1 if any do")
     diff.add_argument("one")
     diff.add_argument("other")
     diff.set_defaults(run=_diff)
-    convert = commands.add_parser("convert", help="write a checkpoint's leaves as plain safetensors, as zerofn.export")
+    convert = commands.add_parser(
+        "convert", help="write a checkpoint's leaves as plain safetensors, like zerofn.export"
+    )
     convert.add_argument("path")
     convert.add_argument("out", type=Path, help="a file that ends in .safetensors, or a folder")
-    convert.add_argument("--part", help='whose leaves, such as params.encoder; "" for all (params)')
+    convert.add_argument("--part", help='the part to write, such as params.encoder; "" for all (params)')
     convert.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of floating-point leaves")
     convert.add_argument("--max-shard-size", help="of a file, such as 5GB")
     convert.set_defaults(run=_convert)
@@ -250,8 +279,8 @@ def _convert(args: argparse.Namespace) -> int:
 
 _OF_CONFIGURATIONS = {  # options, and what a script does instead
     "context": "has its own batch",
-    "microbatches": "accumulates over its own number",
-    "capacity": "says it to its own layers",
+    "microbatches": "chooses its own number of microbatches",
+    "capacity": "sets the capacity of its own layers",
     "sequence_parallel": "has a plan of its own",
 }
 
@@ -276,10 +305,10 @@ def _table(args: argparse.Namespace) -> Table:
     }
     is_config = args.script.endswith(".json") or Path(args.script).is_dir()
     if is_config and args.context is None:
-        raise ValueError(f"{args.script} needs --context, the tokens of a row, such as --context 4096.")
+        raise ValueError(f"{args.script} needs --context, the number of tokens of a row, such as --context 4096.")
     for name, why in _OF_CONFIGURATIONS.items():
         if not is_config and getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} has no effect on a script, which {why}; leave it out.")
+            raise ValueError(f"--{name.replace('_', '-')} has no effect on a script, which {why}. Leave it out.")
     make = functools.cache(functools.partial(_of_config, args) if is_config else functools.partial(_of_script, args))
     if args.mesh == AUTO:
         asked = _asked(None if is_config else make(Mesh.planned({USUAL: ranks})), given, args.rows)
@@ -311,7 +340,7 @@ def _sizes(text: str | None) -> dict[str, int] | None:
     if not all(name and re.fullmatch(r"-?\d+", size) for name, _, size in pairs):
         raise ValueError(f"--mesh {text}: expected sizes by axis, such as data=4,tensor=2, or auto.")
     if len({name for name, _, _ in pairs}) < len(pairs):
-        raise ValueError(f"--mesh {text}: every axis may stand there once.")
+        raise ValueError(f"--mesh {text}: an axis may occur only once.")
     return {name: int(size) for name, _, size in pairs}
 
 
@@ -327,7 +356,7 @@ class StepToPlan(NamedTuple):
 def _of_config(args: argparse.Namespace, mesh: Mesh) -> StepToPlan:
     """Return the step of a Hugging Face configuration on a mesh."""
     if args.sequence_parallel is not None and args.mesh != AUTO and not mesh.partial:
-        raise ValueError("--sequence-parallel has no effect without several ranks along tensor; leave it out.")
+        raise ValueError("--sequence-parallel has no effect without several ranks along tensor. Leave it out.")
 
     def step(parts: bool, number: int | None = None) -> Step:
         count = 1 if args.microbatches is None else args.microbatches
@@ -349,7 +378,7 @@ def _of_script(args: argparse.Namespace, mesh: Mesh | None, ranks: int | None = 
     """Return the step of a script that gets this mesh where it makes one. `ranks`: where no mesh is given."""
     script, _, function = args.script.rpartition(":") if ":" in args.script else (args.script, "", "")
     if not Path(script).is_file():
-        raise ValueError(f"there is no script {script!r}.")
+        raise ValueError(f"the script {script!r} does not exist.")
     sizes = None if mesh is None else {axis.name: axis.size for axis in mesh.axes}
     found = _dry_run(script, args.arguments, DryRun(function, ranks, sizes))
     chosen = found.options
@@ -375,8 +404,8 @@ def _dry_run(script: str, arguments: Sequence[str], dry_run: DryRun) -> Reached:
         sys.path.pop(0)
     what = f"the compiled step {dry_run.name!r}" if dry_run.name else "a compiled step"
     raise ValueError(
-        f"{script} ended without a call of {what}; name the function that it gives to zerofn.compile, and "
-        "its own arguments behind --."
+        f"{script} ended without calling {what}. Write the name of the function that it passes to zerofn.compile, and "
+        "the script's own arguments after --."
     )
 
 
@@ -386,7 +415,7 @@ def _profile(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         command += ["-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
         if subprocess.run(command).returncode:
-            raise ValueError(f"the {args.ranks} ranks that measure did not come to an end; see above.")
+            raise ValueError(f"the {args.ranks} measuring ranks did not finish. Their errors are above.")
         return 0
     machine = this_machine(args.folder)
     if os.environ.get("RANK", "0") == "0":

@@ -293,7 +293,7 @@ class CompiledStep:
         """Schedule a capture as the others have scheduled theirs. Return None, and why, if its transfers differ."""
         mine.pipeline.prepare(mine.program, self._options.machine)
         if not agreed.first.fits(mine.program):
-            return None, "its operations are other ones"
+            return None, "its operations differ"
         (entry, constants), text = self._scheduled(mine, agreed.first, why)
         entry.alone, entry.step = True, None
         differs = first_change(agreed.text, text)

@@ -121,7 +121,7 @@ def test_after_a_failure_every_call_says_why_the_group_is_gone(ranks, stage):
     for first, *later in found:
         assert "Target 7" in first
         for text in later:
-            assert text.startswith("the process group was taken down because rank 1: train_step failed: IndexError")
+            assert text.startswith("the process group was destroyed, because rank 1: train_step failed: IndexError")
             assert text.endswith("Restart the processes and load the last checkpoint.")
 
 
@@ -277,7 +277,7 @@ def sparse(params, batch):
 
 
 BUFFERS = "params=dict(model.named_parameters()), extra=dict(model.named_buffers())"
-CALLED = "step is called as step(state, batch), in this order"
+CALLED = "all the step as step(state, batch), in this order"
 with warnings.catch_warnings(action="ignore"):  # "in beta state"
     CSR = torch.eye(4).to_sparse_csr()
 MISTAKES = {
@@ -295,7 +295,7 @@ MISTAKES = {
     ),
     "backward": (
         steps(lambda state, batch, loss: loss.backward()),
-        "no .backward(), and gathered parameters require no grad: write loss, grads = state.value_and_grad",
+        "cannot call .backward(), because gathered parameters require no grad: write loss, grads = ",
     ),
     "sharded": (
         steps(lambda state, batch, loss: loss_fn(state.params, batch)),
@@ -303,22 +303,26 @@ MISTAKES = {
     ),
     "numpy": (
         steps(lambda state, batch, loss: np.round(loss.item(), 3)),
-        "a number taken from one, cannot be written, a key, or NumPy's: return it among the metrics",
+        "a number read from one, cannot be written to a file, used as a key, or passed to NumPy: return it in the "
+        "metrics",
     ),
-    "json": (steps(lambda state, batch, loss: json.dumps({"loss": loss})), "return it among the metrics and read"),
-    "float": (steps(lambda state, batch, loss: [float(loss)]), "keep the value, return it in the metrics"),
-    "key": (steps(lambda state, batch, loss: {batch["x"].long().sum().item(): 1}), "return it among the metrics"),
+    "json": (steps(lambda state, batch, loss: json.dumps({"loss": loss})), "return it in the metrics and read"),
+    "float": (steps(lambda state, batch, loss: [float(loss)]), "store the value, return it in the metrics"),
+    "key": (steps(lambda state, batch, loss: {batch["x"].long().sum().item(): 1}), "return it in the metrics"),
     "round": (steps(lambda state, batch, loss: round(loss, 2)), "write x.round(decimals=n)"),
-    "pickle": (steps(lambda state, batch, loss: pickle.dumps(batch)), "cannot be pickled, shared or read from their"),
+    "pickle": (steps(lambda state, batch, loss: pickle.dumps(batch)), "cannot be pickled, shared or read from"),
     "shared": (steps(lambda state, batch, loss: batch["x"].share_memory_()), "cannot be pickled, shared or read"),
-    "storage": (steps(lambda state, batch, loss: batch["x"].untyped_storage().tolist()), "or read from their memory"),
-    "deepcopy": (steps(lambda state, batch, loss: copy.deepcopy(batch)), "Write x.clone() for a copy of a tensor"),
+    "storage": (steps(lambda state, batch, loss: batch["x"].untyped_storage().tolist()), "or read from memory"),
+    "deepcopy": (steps(lambda state, batch, loss: copy.deepcopy(batch)), "To copy a tensor, write x.clone()"),
     "range": (
         steps(lambda state, batch, loss: torch.arange(loss).sum()),
-        "needs the value of a tensor, as torch.arange(x.sum()) does: take a size that is always the same and mask",
+        "needs the value of a tensor, as torch.arange(x.sum()) does: use a constant size and a mask",
     ),
     "onednn": (steps(lambda state, batch, loss: batch["x"].to_mkldnn().to_dense()), "leave to_mkldnn() out"),
-    "tensor": (steps(lambda state, batch, loss: torch.tensor([loss, loss])), "write torch.stack([x, y]) for torch"),
+    "tensor": (
+        steps(lambda state, batch, loss: torch.tensor([loss, loss])),
+        "write torch.stack([x, y]) instead of torch",
+    ),
     "held": (
         steps(lambda state, batch, loss: state.params["0.weight"].norm()),
         "Write zerofn.gather(params)['0.weight'].norm, or .local",
@@ -343,7 +347,7 @@ MISTAKES = {
     "swapped": (swapped, "got one tensor of shape ().*write loss, grads = state.value_and_grad(loss_fn)(batch)"),
     "item": (
         steps(lambda state, batch, loss: {"loss": loss.item() * 2}),
-        "returns '1.loss' as a number taken from a tensor (.item(), float(...)) at .*test_advice.py:",
+        "returns '1.loss' as a number read from a tensor (.item(), float(...)) at .*test_advice.py:",
     ),
 }
 
@@ -408,8 +412,8 @@ def test_a_step_called_on_something_else_says_how_it_is_called(args):
 def test_an_evaluation_whose_arguments_are_swapped_says_so_with_the_line_of_the_call(state):
     evaluate = zerofn.compile(lambda state, batch: batch)
     text = failure(lambda: evaluate(BATCH, state()))
-    assert "the second argument, a" in text and "holds a state, and the first, a dict, holds none" in text
-    assert "called as step(state, batch), in this order" in text and "test_advice.py:" in text
+    assert "the second argument, a" in text and "is the state, and the first, a dict, is not" in text
+    assert "Call the step as step(state, batch), in this order" in text and "test_advice.py:" in text
 
 
 @pytest.mark.parametrize(

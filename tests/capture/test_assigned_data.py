@@ -128,7 +128,7 @@ def swapped(w, x):
 @pytest.mark.parametrize(
     ("loss", "error", "says"),
     [
-        (outer, CaptureError, "assigns .data of a tensor of shape .3, 4. from outside"),
+        (outer, CaptureError, "assigns to .data of a tensor of shape .3, 4. from outside"),
         (storage, RuntimeError, "write to the tensor, x.copy_"),
         (swapped, RuntimeError, "assign x.data = y, or use the other variable"),
     ],

@@ -136,7 +136,7 @@ def test_arguments_that_are_no_tensors_may_not_differ(name):
 
 
 def test_a_rank_alone_sees_that_what_varies_is_not_summed():
-    with pytest.raises(CaptureError, match="the loss differs along 'tensor': .* no sum stands between"):
+    with pytest.raises(CaptureError, match="the loss differs along 'tensor': .* without a sum over ranks"):
         told(lambda y, r, a: vary(y, a)[r].square().mean())
 
 
@@ -194,5 +194,8 @@ def test_ranks_of_every_axis_are_told_and_the_rest_is_plain_torch(ranks, num_ran
     for messages, its_loss, params in ranks(num_ranks, on_a_mesh, sizes, axis):
         torch.testing.assert_close((its_loss, params), (loss.detach(), expected))
         assert all(f" at {__file__}:" in message for message in messages)
-        assert "rank 0: what meets the state" in messages[0] and "aten.select.int(x, 0, 1)" in messages[0]
+        assert (
+            "rank 0: a value that is combined with the state" in messages[0]
+            and "aten.select.int(x, 0, 1)" in messages[0]
+        )
         assert "state entry 'extra'" in messages[1]

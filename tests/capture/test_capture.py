@@ -43,7 +43,7 @@ def test_a_new_state_is_the_first_of_two_results(shape):
         }[shape]
 
     state = state_of(module, 3)
-    with pytest.raises(CaptureError, match=r"with a new TrainState.*write `return state, metrics`") as error:
+    with pytest.raises(CaptureError, match=r"with a new TrainState.*Write `return state, metrics`") as error:
         capture(step, state, batch_of())
     assert "test_capture.py:" in zerofn.util.errors.said(error.value)
     assert capture(lambda s, b: {"kept": s, "sum": b["x"].sum()}, state, batch_of()).new_state is None
@@ -114,7 +114,7 @@ def test_a_branch_on_data_is_refused_with_its_line(branch, inside):
 
 
 def test_a_number_that_comes_from_a_tensor_is_no_result():
-    with pytest.raises(CaptureError, match=r"returns '1\.positive' as a number taken from a tensor"):
+    with pytest.raises(CaptureError, match=r"returns '1\.positive' as a number read from a tensor"):
         capture(lambda s, b: (s, {"positive": (b["x"] > 0).sum().item()}), {"params": torch.ones(2)}, batch_of())
 
 

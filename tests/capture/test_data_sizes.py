@@ -208,9 +208,9 @@ def of_transformer(params, batch, causal=None, shut=0):
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [
-        (of_dropout, "keep the part that does inside zerofn.eager_region"),
+        (of_dropout, "put the part that reads it inside zerofn.eager_region"),
         (of_sparse, r"write nn.Embedding\(..., sparse=False\)"),
-        (of_jagged, "pad and mask, or keep the part that uses them inside zerofn.eager_region"),
+        (of_jagged, "pad and mask, or put the part that uses them inside zerofn.eager_region"),
         (
             lambda p, b: of_transformer(p, b, shut=0 * b["token"][0]),
             r"Pass is_causal=True or False \(tgt_is_causal= of nn.Transformer\)",

@@ -35,4 +35,4 @@ def test_one_microbatch(caplog, numbers, rank, said):
             warn_of_idle_stages(capture(train_step, state, batches(1)[0]), "train_step")
     told = [x.getMessage() for x in caplog.records]
     assert len(told) == said
-    assert not said or "train_step: the 2 ranks of 'pipe' are idle for 50 % of its time" in told[0]
+    assert not said or "train_step: the 2 ranks along 'pipe' are idle for 50 % of the step" in told[0]

@@ -59,15 +59,15 @@ def popped(config):
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (fewer, "the call gives it no 'layers.2.weight' (8, 8), 'layers.2.bias' (8,)."),
-        (more, "the call gives it 'layers.4.weight' (8, 8), 'layers.4.bias' (8,) besides."),
+        (fewer, "the call does not pass 'layers.2.weight' (8, 8), 'layers.2.bias' (8,)."),
+        (more, "the call passes 'layers.4.weight' (8, 8), 'layers.4.bias' (8,), which it does not have."),
         (narrower, "'head.weight' is (8, 8) in the skeleton and (4, 8) in the call; 'head.bias' is"),
-        (popped, "the call gives it 'layers.0.bias' (8,) besides."),
+        (popped, "the call passes 'layers.0.bias' (8,), which it does not have."),
     ],
 )
 def test_a_build_that_changes_its_config_is_told_by_what_differs(build, told):
     config = SimpleNamespace(layers=4 if build is fewer else 3, width=16, bias=False)
-    with pytest.raises(ValueError, match="is called with the parameters of another model") as e:
+    with pytest.raises(ValueError, match="was called with the parameters of a different model") as e:
         trained(lambda: build(config))
     assert told in str(e.value) and "copy.deepcopy(config)" in str(e.value), e.value
     assert trained(lambda: build(copy.deepcopy(config))).isfinite()

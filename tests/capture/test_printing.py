@@ -35,7 +35,7 @@ def test_a_print_is_told_with_its_line(caplog, capsys):
         for _ in range(2):
             state, _ = run(state, batch_of())
     (told,) = (x.message for x in caplog.records if TOLD in x.message)
-    assert told.startswith(f"{__file__}:") and "Return it in the metrics, and print that after the step" in told
+    assert told.startswith(f"{__file__}:") and "Return it in the metrics, and print it after the step" in told
     assert capsys.readouterr().out.count("loss") == 3
     original = torch._tensor_str._str
     assert original.__module__ == "torch._tensor_str"

@@ -49,7 +49,7 @@ def squared(logits, _):
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_loss_of_whole_logits_does_not_take_slices(num_microbatches):
     with pytest.raises(
-        zerofn.CaptureError, match=r"loss differs along 'tensor': .*'head.weight'.*write zerofn.parallel.cross_entropy"
+        zerofn.CaptureError, match=r"loss differs along 'tensor': .*'head.weight'.*Write zerofn.parallel.cross_entropy"
     ):
         plan_of({"head": "colwise"}, of_whole, num_microbatches=num_microbatches)
     plan_of({"head": "colwise_gather_output"}, of_whole, num_microbatches=num_microbatches)
@@ -65,14 +65,14 @@ def test_a_loss_of_parts_names_the_slices_that_it_depends_on():
 def test_a_module_before_slices_is_not_between_them(head):
     plan = {"norm": "replicated_with_grad_allreduce", "embed": "embedding_rowwise", "head": head}
     with pytest.raises(
-        zerofn.CaptureError, match="'norm', which gets what all ranks have, .* Leave it out of the plan"
+        zerofn.CaptureError, match="'norm', but its input is the same on all ranks, .* Leave it out of the plan"
     ):
         plan_of(plan, squared)
 
 
 def test_what_all_ranks_have_is_not_summed():
     with pytest.raises(
-        zerofn.CaptureError, match="norm: the plan's word for it sums .*the sum is 2 times as large. Leave it out"
+        zerofn.CaptureError, match="norm: its word in the plan sums .*the sum would be 2 times too large. Leave it out"
     ):
         plan_of({"norm": "all_reduce", "head": "colwise_gather_output"}, squared)
 

@@ -119,7 +119,7 @@ def test_writing_to_what_was_gathered_is_refused(world, precision, n):
     """The next gather, in the backward pass or for the tied output, would not have what was written."""
     module, step = table_step(n)
     match = (
-        r"writes to what it gathered of state entry \"params\['0'\](\.hi)?\" in place "
+        r"writes to the gathered tensors of state entry \"params\['0'\](\.hi)?\" in place "
         r"\(aten::embedding_renorm_ at .*write to a clone of it"
     )
     with fake_ranks(world):
@@ -257,7 +257,7 @@ def test_draws_from_the_global_generator_are_refused():
     message = refused(step, state_of(module, 3), batch_of(), "aten::randn.*global generator.*randomness")
     assert "noisy = " in message
     evaluate = lambda state, batch: torch.nn.functional.dropout(batch["x"], 0.5)  # noqa: E731
-    refused(evaluate, state_of(module, 3), batch_of(), r"aten::bernoulli_.*a module in eval\(\)")
+    refused(evaluate, state_of(module, 3), batch_of(), r"aten::bernoulli_.*call its eval\(\) first")
 
     def keyed(state, batch):
         with zerofn.random.randomness(state.rng_at()):
@@ -373,7 +373,7 @@ def test_a_piece_meets_only_what_is_cut_like_it():
     module = build(2)
     for world in (1, 2):
         with fake_ranks(world):
-            message = "is not a shard and whose elements differ.*how the state is sharded"
+            message = "is not sharded and has more than one value.*how the state is sharded"
             refused_and_let_through(state_of(module, 3), UNEVEN, message, EVEN)
 
 

@@ -41,7 +41,9 @@ def test_arrays(x):
 
 @pytest.mark.parametrize("x", [{1}, object(), np.array(["a"]), print, 1 + 2j])
 def test_a_value_that_json_cannot_hold_is_named_with_its_place(x):
-    with pytest.raises(TypeError, match=r"^state\['rng'\]\[1\] is a .*Let state_dict\(\) return such"):
+    with pytest.raises(
+        TypeError, match=r"^state\['rng'\]\[1\] is a .*cannot be saved with a state. state_dict\(\) may return"
+    ):
         as_json.dumps({"rng": [1, x]}, "state")
 
 

@@ -135,4 +135,4 @@ def test_a_loader_that_stood_at_the_end_of_its_epoch_is_told(tmp_path, caplog, l
     checkpoints.save(state)
     with caplog.at_level(logging.WARNING):
         begun(tmp_path, loader)
-    assert ("the first loop over it gets no batch" in caplog.text) == words
+    assert ("the first loop over it yields no batch" in caplog.text) == words

@@ -129,14 +129,14 @@ def test_shapes_that_differ(tmp_path):
 
 
 def test_paths_that_are_none(tmp_path):
-    fails(tmp_path / "nowhere", "is not there; give a .safetensors file")
+    fails(tmp_path / "nowhere", "does not exist. Pass a .safetensors file")
     fails(tmp_path, "no .safetensors file")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     fails(tmp_path, r"pickled weights, \['pytorch_model.bin'\].*save_file")
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
-    fails(tmp_path, "truncated or no safetensors file")
+    fails(tmp_path, "truncated, or not a safetensors file")
     zerofn.save(tmp_path / "a", weights())
-    fails(tmp_path / "a", "is a ZeroFn checkpoint; read it with zerofn.load")
+    fails(tmp_path / "a", "is a ZeroFn checkpoint. Read it with zerofn.load")
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "model.safetensors.index.json").write_text('{"weight_map": {"x": "y.safetensors"}}')
     fails(tmp_path / "b", "y.safetensors is missing")

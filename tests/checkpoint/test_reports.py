@@ -149,7 +149,7 @@ def test_a_donated_state_keeps_nothing(tmp_path):
 
     new, _ = step(state, torch.tensor(2.0))
     zerofn.load(tmp_path / "a", like=state)
-    with pytest.raises(ValueError, match="keeps its values, but this state was used up by a step"):
+    with pytest.raises(ValueError, match="keeps its values, but this state was donated to a step"):
         zerofn.load(tmp_path / "a", like=state, only="params")
     zerofn.load(tmp_path / "a", like=new, only="params")
 

@@ -230,7 +230,7 @@ def failing(folder: Path) -> None:
     assert_same_trees(zerofn.unshard(state), train_state(1))
     with pytest.raises(CheckpointError, match="is damaged"):
         zerofn.load(folder / "a", like=state, donate=True)
-    with pytest.raises(RuntimeError, match="and failed. Make the state again"):
+    with pytest.raises(RuntimeError, match="overwrite this state. Make the state again"):
         zerofn.unshard(state)
 
 

@@ -71,7 +71,7 @@ def test_names_and_shapes_must_agree():
         zerofn.load_state_dict({"w": torch.ones(4)}, like=like)
     with pytest.raises(TypeError, match="'w' is a int, no tensor"):
         zerofn.load_state_dict({"w": 3}, like=like)
-    with pytest.raises(ValueError, match="two tensors would be 'w'"):
+    with pytest.raises(ValueError, match="two tensors would get the name 'w'"):
         zerofn.load_state_dict({"w": torch.ones(3), "v": torch.ones(3)}, like=like, rename=lambda name: "w")
     renamed = zerofn.load_state_dict({"m.w": torch.ones(3)}, like=like, rename=lambda name: name[2:])
     assert_same_trees(renamed, {"w": torch.ones(3)})

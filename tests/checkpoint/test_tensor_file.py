@@ -129,7 +129,7 @@ WRONG_SIZE = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}'
 def test_what_is_no_safetensors_file(tmp_path, header):
     path = tmp_path / "a"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"0000")
-    with pytest.raises(CheckpointError, match="no (valid )?safetensors file"):
+    with pytest.raises(CheckpointError, match="not a (valid )?safetensors file"):
         TensorFile(path)
 
 
@@ -172,7 +172,7 @@ def test_malformed_headers(tmp_path, case):
     given = MALFORMED[case]
     text = (given if isinstance(given, str) else json.dumps(given)).encode()
     (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(CheckpointError, match="no valid safetensors file"):
+    with pytest.raises(CheckpointError, match="not a valid safetensors file"):
         TensorFile(tmp_path / "a")
 
 

@@ -37,7 +37,7 @@ def test_one_bit_in_each_file(ranks, tmp_path, size):
 
 
 def test_what_is_no_checkpoint(tmp_path):
-    assert "is not there" in zerofn.verify(tmp_path / "a")[0]
+    assert "does not exist" in zerofn.verify(tmp_path / "a")[0]
     zerofn.save(tmp_path / "a", train_state(7))
     (file,) = (tmp_path / "a").glob("rank*")
     file.unlink()

@@ -56,7 +56,7 @@ def impure(module):
         writes_to_what_it_closes_over: "writes to a tensor it closes over",
         closes_over_what_learns: "requires grad",
         branches: "cannot branch on data",
-        returns_another_structure: "returns a state of another structure",
+        returns_another_structure: "returns a state whose structure differs",
         adds_up_a_shard: "sum",
     }
 
@@ -130,7 +130,7 @@ def different_graphs():
 
 def test_ranks_with_different_graphs_raise_on_all(ranks):
     for message in ranks(2, different_graphs):
-        assert "ank 0" in message and "ank 1" in message and "meets the state" in message
+        assert "ank 0" in message and "ank 1" in message and "combined with the state" in message
 
 
 def refused_on_one():
@@ -222,7 +222,9 @@ async def _async(state, batch):
     ids=["generator", "async", "map"],
 )
 def test_what_would_run_after_the_step_is_refused(step, kind):
-    with pytest.raises(zerofn.CaptureError, match=f"the step returns a {kind}, whose code runs when it is asked"):
+    with pytest.raises(
+        zerofn.CaptureError, match=f"the step returns a {kind}, whose code would run only after the step"
+    ):
         zerofn.compile(step)(state_of(build(2), 3), batch_of())
 
 
@@ -232,7 +234,7 @@ def test_what_would_run_after_the_step_is_refused(step, kind):
     ids=["set", "namespace", "text"],
 )
 def test_a_tensor_inside_what_is_no_container_is_refused(returned):
-    with pytest.raises(zerofn.CaptureError, match="'loss' as a .* with a tensor in it, which has no value"):
+    with pytest.raises(zerofn.CaptureError, match="'loss' as a .* that contains a tensor, which has no value"):
         zerofn.compile(lambda state, batch: {"loss": returned(batch["x"])})(state_of(build(2), 3), batch_of())
 
 
@@ -247,7 +249,7 @@ def test_a_tensor_inside_what_is_no_container_is_refused(returned):
         ),
         (_norm, TypeError, r"torch.norm got params\['0.weight'\].*zerofn.global_norm\(params\)"),
         (_grad_of_gathered, RuntimeError, "does not require grad"),
-        (_of_state_dict, ValueError, "buffers are among its parameters: write TrainState.create"),
+        (_of_state_dict, ValueError, "state.params contain the model's buffers: write TrainState.create"),
         (_another_optimizer, TypeError, r"opt_state is AdamState, and sgd\(0.1, 0.9.*needs SgdState.*tx.init"),
     ],
     ids=["output", "norm", "gathered", "state_dict", "optimizer"],

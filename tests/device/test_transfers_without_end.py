@@ -91,7 +91,7 @@ def one_fails(works, backend):
 def test_ranks_end(ranks, works):
     (said, seconds), (broke, other) = ranks(2, one_fails, works, "nccl")
     ranks.stop()
-    assert "because another rank failed. rank 1: " in said or "was taken down because rank 1: " in said
+    assert "because another rank failed. rank 1: " in said or "was destroyed, because rank 1: " in said
     assert "it broke" in said
     assert "it broke" in broke and max(seconds, other) < 5.0
 

@@ -101,7 +101,9 @@ def differences(loss_of, axis="data", batches=(X, X), more=lambda state, loss, r
 def test_another_computation_of_the_own_rows_is_named_on_every_rank(name, axis):
     loss_of, words = REFUSED[name]
     for rank, sentence in enumerate(differences(loss_of, axis)):
-        assert f"ranks along '{axis}' must compute the same, each of its own part: this rank has" in sentence
+        assert (
+            f"ranks along '{axis}' must run the same operations, each on its own part, but they differ: this rank has"
+        ) in sentence
         assert (words if isinstance(words, str) else words[rank]) in sentence
         assert f" at {__file__}:" in sentence or name == "train and eval"
 

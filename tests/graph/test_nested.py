@@ -148,7 +148,7 @@ def uncompiled(p, x):
 
 
 def test_a_branch_may_not_read_what_it_is_not_given():
-    with pytest.raises(zerofn.CaptureError, match="cond.* reads a tensor from around it. Pass the tensor to it"):
+    with pytest.raises(zerofn.CaptureError, match="cond.* closes over a tensor. Pass this tensor to it"):
         zerofn.compile(step_of(uncompiled))(zerofn.shard(state_of), batches()[0])
 
 

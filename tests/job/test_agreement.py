@@ -121,7 +121,7 @@ FAILURES = {
     "memory": MemoryError(),
     "allocator": RuntimeError("can't allocate memory"),
     "key": KeyError("w"),
-    "call": ValueError("two leaves are called 'w'"),
+    "call": ValueError("two leaves have the name 'w'"),
     "type": TypeError("no tensor"),
     "library": ImportError("pip install s3fs"),
 }
@@ -237,7 +237,7 @@ def ended(told):
     ("told", "message"),
     [
         (True, "stopped, because another rank failed. rank 1: IndexError: no more batches"),
-        (False, "stopped, because another rank has ended: it left the program"),
+        (False, "stopped, because another rank has ended: its program finished"),
     ],
 )
 def test_who_waits_for_a_rank_that_has_ended_hears_why(ranks, told, message):

@@ -49,7 +49,7 @@ def leaving():
     group = dist.group.WORLD
     failures.abandon("it broke")
     assert dropped == [True] and not failures.is_there(group) and not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="taken down because rank"):
+    with pytest.raises(RuntimeError, match="destroyed, because rank"):
         failures.refuse_after_failure()
     return the(Signs).taken_down
 
@@ -95,7 +95,7 @@ def in_a_fork(folder):
         lambda: zerofn.save(folder, {"w": torch.ones(2)}),
         lambda: zerofn.shard({"params": {"w": torch.ones(2)}}),
     ):
-        with pytest.raises(RuntimeError, match="was forked from rank 1, and is no rank itself"):
+        with pytest.raises(RuntimeError, match="was forked from rank 1 and is not a rank itself"):
             together()
 
 

@@ -196,7 +196,7 @@ def of_parts(finish):
 
 
 def statistics():
-    with pytest.raises(zerofn.CaptureError, match=r"'extra.mean' is replicated.*or parts of tokens"):
+    with pytest.raises(zerofn.CaptureError, match=r"'extra.mean' is replicated.*or its part of the tokens"):
         of_parts(lambda x: x)
     of_parts(lambda x: zerofn.collectives.psum(x, "tensor") / 2)
 

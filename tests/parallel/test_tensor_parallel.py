@@ -236,7 +236,7 @@ def of_slices():
         zerofn.CaptureError, match=r"differs along 'tensor': .*'up.weight'.*psum\(x, 'tensor'\) is the sum of"
     ):
         meeting_the_state(None)
-    with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed with this rank's slices"):
+    with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed from this rank's slices"):
         meeting_the_state(lambda x: x)
     meeting_the_state(lambda x: zerofn.collectives.psum(x, "tensor"))
 

@@ -104,7 +104,7 @@ def loaders_of_their_own(folder):
 def test_loaders_that_stand_elsewhere_on_each_rank(ranks, tmp_path):
     assert ranks(3, loaders_of_their_own, tmp_path) == [7, 107, 207]
     assert ranks(3, loaders_of_their_own, tmp_path) == [7, 107, 207]
-    with pytest.raises(CheckpointError, match="each of 3 ranks' loaders stood, and now there are 1 ranks"):
+    with pytest.raises(CheckpointError, match="loader position for each of 3 ranks, but this job has 1 ranks"):
         loaders_of_their_own(tmp_path)
 
 
@@ -260,8 +260,8 @@ def test_the_order_of_calls(tmp_path):
 
 def test_a_loader_that_was_not_saved(tmp_path, caplog):
     losses(tmp_path / "a", [1.0])
-    with pytest.raises(CheckpointError, match="does not say where the loader stood"):
+    with pytest.raises(CheckpointError, match="does not contain the position of the data loader"):
         losses(tmp_path / "a", [], loader=Counter())
     losses(tmp_path / "b", [1.0], loader=Counter())
     losses(tmp_path / "b", [])
-    assert "holds where a loader stood, and none was given" in caplog.text
+    assert "contains the position of a data loader" in caplog.text

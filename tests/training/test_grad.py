@@ -574,7 +574,7 @@ class Held:
 
 def test_accumulate_refuses_an_object_whose_tensors_it_would_not_cut():
     f = zerofn.accumulate(zerofn.value_and_grad(lambda w, held: (w * held.x).mean()), 2)
-    with pytest.raises(TypeError, match=r"accumulate: an argument's entry '0' is a Held; leaves are tensors"):
+    with pytest.raises(TypeError, match=r"accumulate: an argument's entry '0' is a Held, but leaves must be tensors"):
         f(torch.tensor(2.0), Held(torch.arange(4.0)))
     g = zerofn.accumulate(zerofn.value_and_grad(lambda w, square, x: square(w * x).mean()), 2)
     assert g(torch.tensor(2.0), torch.square, torch.arange(4.0))[0] == 14  # a function has nothing to cut

@@ -143,7 +143,7 @@ def test_a_wrong_field_to_replace_says_the_right_one():
         (["plan", "train.py", "--wrld", "8"], "--wrld: not known to zerofn plan; did you mean --world?"),
         (["plan", "train.py", "--wrld=8"], "--wrld=8: not known to zerofn plan; did you mean --world?"),
         (["xyzzy"], "invalid choice: 'xyzzy'"),
-        (["plan", "train.py", "--xyzzy"], "--xyzzy: not known to zerofn plan; a script's own arguments come last"),
+        (["plan", "train.py", "--xyzzy"], "--xyzzy: not known to zerofn plan; arguments of your script come last"),
     ],
 )
 def test_the_command_line_says_what_was_meant(typed, said, capsys):

@@ -19,51 +19,50 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"Not available for 'meta' device type|Can't pickle local object 'WeakValueDictionary|_share_fd_",
         RuntimeError,
-        "while a step is captured its tensors have no values, so they cannot be pickled, shared or read from their "
-        "memory: return them, and do so outside the step (zerofn.save writes a state)",
+        "while a step is captured, its tensors have no values, so they cannot be pickled, shared or read from memory: "
+        "return them, and do this outside the step (zerofn.save writes a state)",
     ),
     (
         r"OpaqueTensorImpl|MkldnnCPU|itensor_from_mkldnn",
         RuntimeError,
-        "a captured step takes tensors in torch's own layout, which oneDNN's is not: leave to_mkldnn() out; torch "
-        "calls oneDNN's kernels by itself",
+        "a captured step cannot use tensors in oneDNN's layout: leave to_mkldnn() out; torch calls oneDNN's kernels by "
+        "itself",
     ),
     (
         r"FakeTensor doesn't define __round__",
         TypeError,
-        "while a step is captured its tensors have no values for Python to round: write x.round(decimals=n)",
+        "while a step is captured, its tensors have no values that Python could round: write x.round(decimals=n)",
     ),
     (
         r"INTERNAL ASSERT",
         RuntimeError,
         "torch cannot capture this call, most likely because it needs the value of a tensor, as torch.arange(x.sum()) "
-        "does: take a size that is always the same and mask, or keep the part that needs it inside zerofn.eager_region",
+        "does: use a constant size and a mask, or put the part that needs the value inside zerofn.eager_region",
     ),
     (
         r"device.*\bmeta\b|\bmeta\b.*device",
         RuntimeError,
-        'a tensor on "meta" has a shape and no values. If it is a skeleton\'s parameter, do not call the skeleton by '
-        "itself: write torch.func.functional_call(model, params, (x,)) with all parameters, as the loss function gets "
-        "them",
+        'a tensor on "meta" has a shape and no values. If it is a parameter of a skeleton, do not call the skeleton '
+        "directly: write torch.func.functional_call(model, params, (x,)) with all parameters that the loss function "
+        "receives",
     ),
     (
         r"parameter_and_buffer_dicts.*Sharded",
         TypeError,
-        "functional_call takes full parameters, and state.params are this rank's shards: write "
-        "functional_call(model, zerofn.gather(state.params), ...), or take the params that "
-        "state.value_and_grad passes to the loss function",
+        "functional_call needs full parameters, but state.params are this rank's shards: write functional_call(model, "
+        "zerofn.gather(state.params), ...), or use the params that state.value_and_grad passes to the loss function",
     ),
     (
         r"does not require grad and does not have a grad_fn|backward through the graph a second time",
         RuntimeError,
-        "a step has no .backward(), and gathered parameters require no grad: write loss, grads = "
+        "a step cannot call .backward(), because gathered parameters require no grad: write loss, grads = "
         "state.value_and_grad(loss_fn)(batch)",
     ),
     (
         r"not differentiable with respect to argument 'running_(mean|var)'",
         ValueError,
-        "the model's buffers are among its parameters: write TrainState.create(params=dict(model.named_parameters()), "
-        "extra=dict(model.named_buffers()), ...) instead of state_dict(), and give functional_call both",
+        "state.params contain the model's buffers: write TrainState.create(params=dict(model.named_parameters()), "
+        "extra=dict(model.named_buffers()), ...) instead of state_dict(), and pass both to functional_call",
     ),
     (
         r"SparseCPU|SparseCUDA|only supported by strided tensors|between dense and sparse",
@@ -74,20 +73,20 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"nested_tensor|NestedTensor|not tracked with proxy",
         RuntimeError,
-        "jagged and nested tensors cannot be captured: pad and mask, or keep the part that uses them inside "
+        "jagged and nested tensors cannot be captured: pad and mask, or put the part that uses them inside "
         "zerofn.eager_region, with dense tensors as its arguments and results",
     ),
     (
         r"call_function scan\b.*Mixing fake modes",
         RuntimeError,
-        "torch cannot capture the gradient through a scan: write a Python loop over the rows, or keep the scan inside "
+        "torch cannot capture the gradient through a scan: write a Python loop over the rows, or put the scan inside "
         "zerofn.eager_region",
     ),
     (
         r"its data is not allocated yet",
         RuntimeError,
-        "while a step is captured its tensors have no values, and something here reads them: write torch.stack([x, y]) "
-        "for torch.tensor([x, y])",
+        "while a step is captured, its tensors have no values, but this call reads them: write torch.stack([x, y]) "
+        "instead of torch.tensor([x, y])",
     ),
     (
         r"argument of type: <class 'torch.storage.UntypedStorage'>",
@@ -98,7 +97,7 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"Sparse [CB]S[RC] tensors do not have strides",
         RuntimeError,
-        "torch traces no closed-over matrix in a compressed sparse form: pass it in the batch, or close over "
+        "torch cannot trace a closed-over matrix in a compressed sparse format: pass it in the batch, or close over "
         "x.to_sparse_coo()",
     ),
     (
@@ -109,20 +108,22 @@ _INSTEAD: tuple[tuple[str, type[Exception], str], ...] = (
     (
         r"FakeTensor is not JSON serializable|unhashable type.*Sym|loop of ufunc does not support.*of type Sym",
         TypeError,
-        "while a step is captured its tensors have no values, so a tensor, or a number taken from one, cannot be "
-        "written, a key, or NumPy's: return it among the metrics and read it outside the step",
+        "while a step is captured, its tensors have no values, so a tensor, or a number read from one, cannot be "
+        "written to a file, used as a key, or passed to NumPy: return it in the metrics and read it outside the step",
     ),
     (
         r"'LocalShard'|not LocalShard|got .*\bLocalShard\b",
         TypeError,
-        'state.params["name"] describes this rank\'s part of a leaf and is not a tensor: write '
-        'zerofn.gather(state.params)["name"] for the leaf, or .local for this rank\'s part',
+        'state.params["name"] describes this '
+        "rank's part of a leaf and is not a tensor: write "
+        'zerofn.gather(state.params)["name"] for the leaf, or .local for this '
+        "rank's part",
     ),
     (
         r"object has no attribute '(value_and_grad|apply_gradients|rng_at|params|opt_state)'",
         TypeError,
-        "a step is called as step(state, batch), in this order; state is the result of zerofn.shard, or the first of "
-        "the two values that the previous step returned",
+        "call the step as step(state, batch), in this order; state is the result of zerofn.shard, or the first of the "
+        "two values that the previous step returned",
     ),
 )
 _DTYPES = re.compile(r"to have the same dtype|must have the same dtype|expected scalar type|should be the same")
@@ -175,13 +176,13 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
         place = f"{name}: {what} entry {entry!r}" if entry else f"{name}: {what}"
         if what == "batch" and isinstance(x, Tensor) and (hidden := _hidden_in(x)):
             return TypeError(
-                f"{place} has an attribute {hidden}, a {type(getattr(x, hidden)).__name__}, which a captured step does "
-                "not see. Pass it as an entry of the batch."
+                f"{place} has an attribute {hidden}, a {type(getattr(x, hidden)).__name__}, which a captured step "
+                "cannot see. Pass it as an entry of the batch."
             )
         if isinstance(x, Tensor) and x.is_nested:
             return TypeError(
-                f"{place} is a nested tensor, whose shapes are no part of a capture. Pad it, by "
-                "torch.nested.to_padded_tensor, or pass its values and offsets as entries of the batch."
+                f"{place} is a nested tensor, which cannot be captured. Pad it with torch.nested.to_padded_tensor, or "
+                "pass its values and offsets as entries of the batch."
             )
         if isinstance(x, Tensor) and (special := special_values(x)):
             return TypeError(f"{place} {special}.")
@@ -190,13 +191,13 @@ def not_constant(name: str, what: str, value: Any) -> TypeError | None:
         found = f"{place} is a {type(x).__name__}"
         if isinstance(x, Tensor):
             return TypeError(
-                f"{found}, a class of tensors with operations of its own, which are not captured: give "
-                "x.as_subclass(torch.Tensor), or what its operations are computed from."
+                f"{found}, a subclass of Tensor with its own operations, which cannot be captured. Pass "
+                "x.as_subclass(torch.Tensor), or the plain tensors that it is made of."
             )
         return TypeError(
-            f"{found}; leaves are tensors, numbers, strings, bools and None, and what is inside an object is not "
-            "seen: write torch.as_tensor(...) for an array, make a class a dataclass or register it with optree, and "
-            "close over a function or a module."
+            f"{found}, but leaves must be tensors, numbers, strings, bools or None, because a capture cannot look "
+            "inside other objects. For an array, write torch.as_tensor(...). For a class, make it a dataclass or "
+            "register it with optree. For a function or a module, close over it."
         )
     return None
 
@@ -208,8 +209,8 @@ def swapped(name: str, state: Any, batch: Any) -> TypeError | None:
     line = next((x for x in frames(sys._getframe()) if is_users(x.file)), None)
     return TypeError(
         f"{name}{'' if line is None else at_line(line.file, line.number)}: the second argument, a "
-        f"{type(batch).__name__}, holds a state, and the first, a {type(state).__name__}, holds none. A step is called "
-        "as step(state, batch), in this order."
+        f"{type(batch).__name__}, is the state, and the first, a {type(state).__name__}, is not. Call the step as "
+        "step(state, batch), in this order."
     )
 
 
@@ -228,4 +229,7 @@ def no_leaf(name: str, state: Any, batch: Any) -> TypeError:
     for what, value in (("state", state), ("batch", batch)):
         if (error := not_constant(name, what, value)) is not None:
             return error
-    return TypeError(f"{name}: the state or the batch holds a node whose metadata cannot be hashed.")
+    return TypeError(
+        f"{name}: the state or the batch contains a node of its tree whose metadata cannot be hashed. Use "
+        "hashable values in the metadata of your own node classes."
+    )

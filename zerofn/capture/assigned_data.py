@@ -30,8 +30,8 @@ def _data(original: Any) -> property:
             return
         if not isinstance(x, FakeTensor):
             raise OuterAssignment(
-                f"the step assigns .data of a tensor of shape {tuple(x.shape)} from outside, which a captured step "
-                "would not do again. Return the new value in the state, or assign to a clone."
+                f"the step assigns to .data of a tensor of shape {tuple(x.shape)} from outside the step, which a "
+                "captured step would not repeat. Return the new value in the state, or assign to a clone."
             )
         y = y.detach()  # a constant comes into the trace
         original.__set__(x, y)

@@ -29,25 +29,27 @@ from ..sharding.replicated_values import Held, held_alike
 from ..sharding.sharded import is_sharded
 from .verify import _all_shards, ops
 
-MEETS = "{what} must be the same on all ranks along {axis!r}, and differs{why}."
+MEETS = "{what} must be the same on all ranks along {axis!r}, but differs{why}."
 EXPECTED = {
-    "psum": "psum over {axis!r}{line} sums a value that is the same on all ranks, so that gradients would be too "
-    "small, by the number of ranks.",
-    "all_reduce": "all_reduce over {axis!r}{line} is differentiated where ranks have the same values, or go on with "
-    "the sum in the same way, so that gradients would be too large, by the number of ranks. Write psum(x, {axis!r}).",
-    "vary": "the gradient of a sum over {axis!r} must be the same on all ranks, and differs{why}.",
-    "loss": "the loss must be the same on all ranks along {axis!r}, and differs{why}.",
+    "psum": "psum over {axis!r}{line} sums a value that is the same on all ranks, so gradients would be too small by a "
+    "factor of the number of ranks. Sum a value that differs between ranks, or leave psum out.",
+    "all_reduce": "all_reduce over {axis!r}{line} is differentiated, but its input is the same on all ranks, or all "
+    "ranks use the sum in the same way. So gradients would be too large by a factor of the number of "
+    "ranks. Write psum(x, {axis!r}).",
+    "vary": "the gradient of a sum over {axis!r} must be the same on all ranks, but differs{why}.",
+    "loss": "the loss must be the same on all ranks along {axis!r}, but differs{why}.",
 }
 OF_ROWS = (
-    "ranks along {axis!r} must compute the same, each of its own part: this rank has {text}{line}, where others have "
-    "something else."
+    "ranks along {axis!r} must run the same operations, each on its own part, but they differ: this rank has "
+    "{text}{line}, and other ranks have another operation."
 )
 # Of what is computed from the loss, the line is that of value_and_grad: what another rank says of the loss tells more.
-BEHIND_LOSS = "behind the loss, "
+BEHIND_LOSS = "after the loss, "
 ADVICE = (
-    "Let all ranks compute the same, each of its own rows: give them the same numbers, flags, constants and branches, "
-    "and put what belongs to a rank's rows into its batch. Where each should do a part of one thing, write "
-    "x = zerofn.collectives.vary(x, axis) before, and zerofn.collectives.psum(y, axis) behind."
+    "Let all ranks run the same operations, each on its own rows: use the same numbers, flags, constants and branches "
+    "on all ranks, and put values that belong to a rank's rows into its batch. If each rank should compute a part of "
+    "one result, write x = zerofn.collectives.vary(x, axis) before that computation, and zerofn.collectives.psum(y, "
+    "axis) after it."
 )
 
 
@@ -161,7 +163,7 @@ class _Differences:
                 reduced = self._reduced(node)
                 origins = {x for each in read for x in each if x[0] in self._apart and x[1] not in reduced}
                 origins |= {(node, axis) for axis in self._apart.get(node, ()) if self._is_cause(node)}
-                yield from self._met(f"what meets the state{line_of(node)}", origins)
+                yield from self._met(f"a value that is combined with the state{line_of(node)}", origins)
 
     def _reduced(self, node: Node) -> frozenset[str]:
         """Return the axes along which a node makes a value equal, or, if it waits for a transfer, those that the next
@@ -206,7 +208,7 @@ class _Differences:
         # A backward pass has the line where it begins. The user's is that of the operation that it belongs to.
         name = _base_name(node)
         node = next((x for x in self._causes if name == f"{_base_name(x)}_backward"), node)
-        return f": this rank has {text_of(node)}{line_of(node)}, where others have something else"
+        return f": this rank has {text_of(node)}{line_of(node)}, and other ranks have another operation"
 
 
 def _base_name(node: Node) -> str:

@@ -145,8 +145,8 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             raise
         except RuntimeError as error:
             log.info(
-                "the step is traced again with torch.compiler.is_compiling() true, where libraries may choose another "
-                "algorithm, because of: %s",
+                "the step is traced again with torch.compiler.is_compiling() true, so that libraries may choose "
+                "another algorithm. The first trace failed with: %s",
                 str(error).splitlines()[0] if str(error) else type(error).__name__,
             )
         sizes_may_be_unknown(inputs)
@@ -187,7 +187,7 @@ def _split(out: Any, state: Any) -> tuple[Any, Any]:
         plain = isinstance(new, Tensor) or is_sharded(new)
         if type(new) is type(state) and not plain and _shares_names(state, new):
             raise CaptureError(
-                f"the step returns a state of another structure than its argument: {_difference(state, new)}. "
+                f"the step returns a state whose structure differs from its argument: {_difference(state, new)}. "
                 "Return the same structure (state.replace(...)), or return (metrics, outputs) from an evaluation step."
             )
     _refuse_new_state(out, state)
@@ -206,7 +206,7 @@ def _refuse_new_state(out: Any, state: Any) -> None:
             came = f"{len(out)} values" if type(out) is tuple and len(out) != 2 else f"a {type(out).__name__}"
             raise CaptureError(
                 f"the step returns {came}, with a new {type(state).__name__}{place}. A training step returns two "
-                "values, the state first: write `return state, metrics`, and put all else into the metrics: "
+                "values, the state first. Write `return state, metrics`, and put all other values into the metrics: "
                 '{"loss": loss, "more": more}.'
             )
 
@@ -222,7 +222,7 @@ def _shares_names(a: Any, b: Any) -> bool:
 def _difference(a: Any, b: Any) -> str:
     ours, theirs = _names(a), _names(b)
     if ours == theirs:
-        return "a container or a layout has changed its type"
+        return "the type of a container or a layout has changed"
     missing, extra = sorted(ours - theirs), sorted(theirs - ours)
     return "; ".join(
         part
@@ -236,19 +236,18 @@ def _check_values(out: Any) -> None:
     for path, leaf in zip(*tree.flatten_with_path(out)[:2], strict=True):
         if isinstance(leaf, str) and "FakeTensor(" in leaf or _holds_tensors(leaf):
             raise CaptureError(
-                f"the step returns {tree.name_of(path)!r} as a {type(leaf).__name__} with a tensor in it, which has no "
-                "value while the step is captured. Return tensors in dicts, lists, tuples or dataclasses, and write "
-                "texts of them outside."
+                f"the step returns {tree.name_of(path)!r} as a {type(leaf).__name__} that contains a tensor, which has "
+                "no value while the step is captured. Return tensors in dicts, lists, tuples or dataclasses, and "
+                "format them outside the step."
             )
         if isinstance(leaf, Iterator | AsyncIterator | Coroutine):
             raise CaptureError(
-                f"the step returns a {type(leaf).__name__}, whose code runs when it is asked for a value: after the "
-                "step. Return values: `return` instead of `yield`, `def` instead of `async def`, a list of what an "
-                "iterator gives."
+                f"the step returns a {type(leaf).__name__}, whose code would run only after the step. Return values: "
+                "write `return` instead of `yield`, `def` instead of `async def`, and a list instead of an iterator."
             )
         if isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
-                f"the step returns {tree.name_of(path)!r} as a number taken from a tensor (.item(), "
+                f"the step returns {tree.name_of(path)!r} as a number read from a tensor (.item(), "
                 f"float(...)){_line_of(leaf)}. Return the tensor, and read its value outside the step."
             )
 
@@ -277,8 +276,8 @@ def _numbers_as_tensors(new: Any, old: Any) -> Any:
         if isinstance(x, Tensor) != isinstance(before, Tensor):
             kind, was = ("tensor" if isinstance(v, Tensor) else type(v).__name__ for v in (x, before))
             raise CaptureError(
-                f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. "
-                "Return a tensor or a number where there was a tensor, and store other values outside the state."
+                f"the step returns state entry {tree.name_of(path)!r} as a {kind}; it was a {was}. Return a tensor or "
+                "a number for an entry that was a tensor, and store other values outside the state."
             )
         out.append(x)
     return tree.unflatten(treedef, out)
@@ -337,8 +336,8 @@ def _readable(error: Exception, step: Callable[[Any, Any], Any]) -> Exception:
 
 def _forward_mode(error: BaseException) -> str:
     return (
-        f"torch cannot trace this forward-mode derivative{where(error)}: its inputs are views, as gathered parameters "
-        "are. Differentiate with respect to clones of them (tree_map(torch.clone, params)), or to the shards."
+        f"torch cannot trace this forward-mode derivative{where(error)}, because its inputs are views, as gathered "
+        "parameters are. Differentiate with respect to clones (tree_map(torch.clone, params)) or to the shards."
     )
 
 
@@ -347,7 +346,7 @@ _unvalidated = Patches(lambda: [(torch.distributions.Distribution, "_validate_ar
 
 # What a library asks of data, by the end of its file's name: what to tell it instead.
 _ASKED_BY = {
-    "/copy.py": "Write x.clone() for a copy of a tensor; containers are copies already.",
+    "/copy.py": "To copy a tensor, write x.clone(); containers are already copies.",
     "torch/nn/modules/transformer.py": "Pass is_causal=True or False (tgt_is_causal= of nn.Transformer) with the mask.",
 }
 
@@ -361,11 +360,11 @@ def _data_dependent(error: BaseException) -> str:
         rows.insert(0, (at.tb_frame, at.tb_lineno))
         at = at.tb_next
     way_out = settings_behind(rows) or (
-        " Use torch.where, or compute the branch outside and pass it in the batch as a bool or an int; or keep the "
-        "part that does inside zerofn.eager_region. To print, log or keep the value, return it in the metrics, and "
+        " Use torch.where, or compute the branch outside and pass it in the batch as a bool or an int; or put the part "
+        "that reads it inside zerofn.eager_region. To print, log or store the value, return it in the metrics, and "
         f"read it after the step.{hint}"
     )
     return (
-        f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot branch "
-        f"on data.{way_out}"
+        f"the step asks for the value of a tensor while it is captured{where(error)}. A captured step cannot branch on "
+        f"data.{way_out}"
     )

@@ -141,7 +141,7 @@ def _message(name: str, value: Any, line: str, settings: str) -> str:
         )
     return (
         f"the step takes the next value of {name}{line}, a {type(value).__name__}: it would be a constant of the "
-        f"captured step. Take it {_WAYS_OUT}; or, if it is a number that counts, keep it in the state."
+        f"captured step. Take it {_WAYS_OUT}. If it is a counter, store it in the state."
     )
 
 

@@ -46,8 +46,8 @@ def _check(node: Node) -> None:
     if collective or any(user.op == "output" for user in node.users) and isinstance(node.meta["val"], Tensor):
         what = f"a transfer between ranks ({collective})" if collective else "a result of the step"
         raise CaptureError(
-            f"{what} has a size that depends on data{line_behind(node)}. Pad it to a size that is always the "
-            "same, or keep the part that depends on data inside zerofn.eager_region."
+            f"{what} has a size that depends on data{line_behind(node)}. Pad it to a constant size, or put the part "
+            "that depends on data inside zerofn.eager_region."
         )
 
 

@@ -47,7 +47,7 @@ def _is_between(code: CodeType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _tell(file: str, line: int) -> None:
-    log.info("%s:%d: what is checked here depends on data, so the captured step does not check it", file, line)
+    log.info("%s:%d: this check depends on data, so the captured step does not run it", file, line)
 
 
 @functools.lru_cache(maxsize=4096)

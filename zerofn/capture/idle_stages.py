@@ -28,9 +28,9 @@ def warn_of_idle_stages(program: Program, name: str) -> None:
         line = simulate(loop.pipeline.of(1), costs)
         share = sum(line.idle) / len(line.idle)
         log.warning(
-            "%s: the %d ranks of 'pipe' are idle for %.0f %% of its time, since a batch is one microbatch. Write "
-            "zerofn.accumulate(state.value_and_grad(loss_fn), %d)(batch), or another multiple: with m microbatches, "
-            "stages work at the same time.",
+            "%s: the %d ranks along 'pipe' are idle for %.0f %% of the step, because a batch is one microbatch. Write "
+            "zerofn.accumulate(state.value_and_grad(loss_fn), %d)(batch), or another multiple, so that stages work on "
+            "several microbatches at the same time.",
             name,
             placement.ranks,
             100 * share,

@@ -72,8 +72,8 @@ def in_parts(what: str, x: Tensor, n: int) -> Tensor:
         return x.unsqueeze(0)
     if x.dim() == 0 or x.shape[0] % n:
         raise ValueError(
-            f"{what}: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} "
-            "equal parts; drop or pad a smaller last batch, and pass tensors without a batch dim by closure."
+            f"{what}: a batch leaf of shape {tuple(x.shape)} cannot be cut along dim 0 into {n} equal parts. Drop or "
+            "pad a smaller last batch, and close over tensors without a batch dim."
         )
     shape = (n, x.shape[0] // n, *x.shape[1:])
     return x.view(shape) if x.is_contiguous() else x.reshape(shape)

@@ -43,7 +43,7 @@ def same_model(is_cut: bool) -> Patches:
                 lacking = _lacking(own, parameters)
                 if not lacking or "meta" not in str(error):
                     raise
-                raise ValueError(_message(module, [f"the call gives it no {_some(lacking)}"])) from error
+                raise ValueError(_message(module, [f"the call does not pass {_some(lacking)}"])) from error
 
         return lends
 
@@ -53,7 +53,7 @@ def same_model(is_cut: bool) -> Patches:
 def _others(module: nn.Module, own: Mapping[str, Tensor], given: Mapping[str, Any], is_cut: bool) -> Iterator[str]:
     known = own.keys() | {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if unknown := {name: x for name, x in given.items() if name not in known}:
-        yield f"the call gives it {_some(unknown)} besides"
+        yield f"the call passes {_some(unknown)}, which it does not have"
     for name, x in given.items() if not is_cut else ():
         if name in own and own[name].is_meta and own[name].shape != x.shape:
             yield f"{name!r} is {tuple(own[name].shape)} in the skeleton and {tuple(x.shape)} in the call"
@@ -71,8 +71,8 @@ def _some(named: Mapping[str, Tensor]) -> str:
 
 def _message(module: nn.Module, others: list[str]) -> str:
     return (
-        f"{type(module).__name__} is a skeleton, and is called with the parameters of another model: "
-        f"{'; '.join(others[:_MOST])}. The function that builds a model runs more than once, in zerofn.skeleton(build) "
-        "and for the state, and must give the same model each time: it may not change what it reads (pop an entry, "
-        "count). Let it begin with a copy: config = copy.deepcopy(config)."
+        f"{type(module).__name__} is a skeleton, but was called with the parameters of a different model: "
+        f"{'; '.join(others[:_MOST])}. The function that builds the model runs more than once, in "
+        "zerofn.skeleton(build) and for the state, and must return the same model each time. So it may not change its "
+        "inputs, by popping an entry of a config for example. Start it with a copy: config = copy.deepcopy(config)."
     )

@@ -52,8 +52,8 @@ class _Told:
         if line not in self._lines:
             self._lines.add(line)
             log.warning(
-                "%s:%d: %s is printed or written as text while the step is captured. It has no value yet, and the "
-                "captured step does not print. Return it in the metrics, and print that after the step.",
+                "%s:%d: %s is printed or formatted as text while the step is captured. It has no value yet, and later "
+                "calls of the step do not print. Return it in the metrics, and print it after the step.",
                 line.file,
                 line.number,
                 what,
@@ -66,7 +66,7 @@ def _is_unknown(x: Any) -> bool:
 
 
 def _what(x: Any) -> str:
-    return "a tensor" if isinstance(x, Tensor) else "a number that was taken from a tensor"
+    return "a tensor" if isinstance(x, Tensor) else "a number read from a tensor"
 
 
 def _tensor_text(told: _Told, text_of: Callable[..., str]) -> Callable[..., str]:

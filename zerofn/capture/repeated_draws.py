@@ -29,8 +29,8 @@ def warn_of_equal_draws(program: Program, name: str) -> None:
             draw = _origin(argument(node, "key")), argument(node, "position")
             if draw in seen:
                 log.warning(
-                    "%s: two calls of value_and_grad draw the same random numbers (%s), because both have the key of "
-                    "this state and step. Give one of them another: zerofn.value_and_grad(loss_fn, "
+                    "%s: two calls of value_and_grad draw the same random numbers (%s), because both use the key of "
+                    "this state and step. Use a different key for one of them: zerofn.value_and_grad(loss_fn, "
                     "rng=zerofn.random.fold_in(state.rng_at(), 1))(state.params, batch).",
                     name,
                     node.target,

@@ -81,8 +81,8 @@ def _of_numbers(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unknown() -> CaptureError:
     return CaptureError(
-        "packed sequences have lengths that are tensors of the batch, and a captured step needs numbers. Pass padded "
-        "rows and the lengths as a list, and pack inside the step: each list of lengths is a capture of its own. Or "
+        "the lengths of packed sequences are tensors of the batch, but a captured step needs numbers. Pass padded "
+        "rows, and the lengths as a list, and pack inside the step; each new list of lengths is then a new capture. Or "
         "pad and mask, or pack inside zerofn.eager_region."
     )
 

@@ -41,9 +41,9 @@ def _unsummed_along(program: Program, own: OwnValues, axis: Axis) -> str:
         if what.startswith(OWN_OF) and not found:
             name = what.removeprefix(OWN_OF)
             return _used_alike(frozenset([name])) or (
-                f"{name}: the plan's word for it sums over {axis.name!r} what all ranks have whole, so that the sum is "
-                f"{axis.size} times as large. Leave it out of the plan; such a word is for a module "
-                "beside layers that are cut, of which ranks compute parts."
+                f"{name}: its word in the plan sums over {axis.name!r}, but all ranks have the whole value, so the sum "
+                f"would be {axis.size} times too large. Leave it out of the plan: this word is for a module between "
+                "sliced layers, of which each rank computes a part."
             )
     partial = {what.removeprefix(GRADIENT_OF): x for what, x in expected if what.startswith(GRADIENT_OF) and x}
     return (_used_alike(frozenset().union(*partial.values())) or _gradients(partial, axis.name)) if partial else ""
@@ -74,16 +74,16 @@ def _loss(causes: frozenset[str], picks_labels: bool, axis: str) -> str:
     what = f"this rank's slices of {names}" if names else "this rank's slices of layers"
     if picks_labels:
         advice = (
-            "The loss takes a rank's part of the logits for all of them: write zerofn.parallel.cross_entropy(logits, "
+            "The loss treats a rank's slice of the logits as all logits. Write zerofn.parallel.cross_entropy(logits, "
             "labels, vocab_size), or 'colwise_gather_output' for the head."
         )
     else:
         advice = (
-            "Behind a layer that leaves parts ('colwise'), let the next linear layer be 'rowwise', which leaves a sum, "
-            f"or write 'colwise_gather_output'. In code of your own, zerofn.collectives.psum(x, {axis!r}) is the sum "
-            "of what ranks computed with their slices."
+            "After a layer that returns slices ('colwise'), make the next linear layer 'rowwise', which sums over "
+            f"ranks, or write 'colwise_gather_output'. In your own code, zerofn.collectives.psum(x, {axis!r}) sums the "
+            "results of all slices."
         )
-    return f"the loss differs along {axis!r}: it depends on {what}, and no sum stands between. {advice}"
+    return f"the loss differs along {axis!r}: it depends on {what}, without a sum over ranks. {advice}"
 
 
 def _used_alike(causes: frozenset[str]) -> str:
@@ -92,9 +92,9 @@ def _used_alike(causes: frozenset[str]) -> str:
         return ""
     names = some(sorted(x.removesuffix(BETWEEN_SLICES) for x in causes))
     return (
-        f"the plan says 'replicated_with_grad_allreduce' of {names}, which gets what all ranks have, so that its "
-        "gradients would be counted once for each rank. Leave it out of the plan: the word is for a module between a "
-        "layer that leaves parts ('colwise') and one that takes them ('rowwise')."
+        f"the plan has 'replicated_with_grad_allreduce' for {names}, but its input is the same on all ranks, so its "
+        "gradient would be counted once for each rank. Leave it out of the plan: this word is for a module between a "
+        "layer that returns slices ('colwise') and one that takes slices ('rowwise')."
     )
 
 
@@ -105,12 +105,13 @@ def _gradients(partial: dict[str, frozenset[str]], axis: str) -> str:
     modules = {pattern_of(x.rpartition(".")[0]) for x in partial}
     word = f"{modules.pop()!r}: " if len(modules) == 1 else ""
     advice = (
-        f"Write {word}'replicated_with_grad_allreduce' into the plan, which sums it"
+        f"Write {word}'replicated_with_grad_allreduce' into the plan, which sums the parts"
         if word
-        else f"Before a rank goes on with x in its own way, write x = zerofn.collectives.vary(x, {axis!r}), as layers "
-        "that are 'colwise' do; for a module that stands between layers that are cut, 'replicated_with_grad_allreduce'"
+        else f"Before ranks use x with their own slices, write x = zerofn.collectives.vary(x, {axis!r}), as 'colwise' "
+        "layers do; for a module between sliced layers, write 'replicated_with_grad_allreduce' into the plan"
     )
     return (
-        f"the gradient of {name!r}{others} differs along {axis!r}: the parameter is whole, and is used beside this "
-        f"rank's slices{f' of {met}' if met else ''}, so that each rank has the part that its slices give. {advice}."
+        f"the gradient of {name!r}{others} differs along {axis!r}: the parameter is not sliced, but is used together "
+        f"with this rank's slices{f' of {met}' if met else ''}, so each rank has only its own part of the gradient. "
+        f"{advice}."
     )

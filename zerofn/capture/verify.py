@@ -71,7 +71,7 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
             owner[node] = _CLOSED_OVER
         elif is_gather(node) or (node.target is ops.as_whole.default and source[0] not in owner):
             # Passes may gather the unit again, for the backward pass for example. That copy would lack the write.
-            owner[node] = f"what it gathered of {names.get(input_behind(node), 'the state')}"
+            owner[node] = f"the gathered tensors of {names.get(input_behind(node), 'the state')}"
         elif source and source[0] in owner and node.target is not ops.as_shard.default:  # stage 0 gathers gradients
             owner[node] = owner[source[0]]
         if call := call_of(node):
@@ -84,8 +84,8 @@ def _check_writes(gm: GraphModule, names: dict[Node, str]) -> None:
 def _check_write(node: Node, name: str | None) -> None:
     if name is not None:
         advice = (
-            "Pass it in the state and return its new value there. With Trainer or Lightning: make it a buffer of the "
-            "model, and read it as one (self.q, not a list of them), or write to it in a callback or a hook."
+            "Pass it in the state, and return its new value in the new state. With Trainer or Lightning, make it a "
+            "buffer of the model and read it as one (self.q, not from a list), or write to it in a callback or a hook."
             if name == _CLOSED_OVER
             else "A step is a pure function: write to a clone of it, and return the clone in the new state."
         )
@@ -126,9 +126,9 @@ def _check_replicated(program: Program, own: OwnValues) -> None:
         along = (axis for _, axis in own.results.get(value, ()) if spec is None and kind_of(axis).partial)
         if (axis := min(along, default=None)) is not None:
             raise CaptureError(
-                f"state entry {name!r} is replicated, but its new value is computed with this rank's slices of layers, "
-                f"or parts of tokens, so that it differs along {axis!r}. Sum it first with "
-                f"zerofn.collectives.psum(x, {axis!r}), or keep it out of the state."
+                f"state entry {name!r} is replicated, but its new value is computed from this rank's slices of layers "
+                f"or its part of the tokens, so it differs along {axis!r}. Sum it first with "
+                f"zerofn.collectives.psum(x, {axis!r}), or leave it out of the state."
             )
 
 
@@ -154,15 +154,15 @@ def _own_value(node: Node, origins: set[Cause], names: dict[Node, str]) -> str:
     what = " and ".join(sorted({names.get(x, "batch") if isinstance(x, Node) else str(x) for x in origins}))
     partial = min((x.axis for x in origins if isinstance(x, SliceOf) and kind_of(x.axis).partial), default=None)
     advice = (
-        f"zerofn.collectives.psum(x, {partial!r}) is the sum of what ranks computed with their slices; a layer that is "
-        "cut without a word of what becomes of its output leaves a part of it, or a part of a sum."
+        f"zerofn.collectives.psum(x, {partial!r}) adds partial sums, and zerofn.collectives.all_gather(x, {partial!r}) "
+        "joins slices. A sliced layer returns one of these if its word in the plan does not combine its output."
         if partial is not None
         else "zerofn.collectives.all_reduce(x) is the sum over ranks; or let the loss return (sum, weight). If it is "
         "equal on all ranks, write zerofn.same(x)."
     )
     return (
-        f"{operation_at(node)} combines a shard with a value that differs from rank to rank: it depends on this "
-        f"rank's own {what}. Each rank would change its part of the state in another way. Reduce the value first: "
+        f"{operation_at(node)} combines a shard with a value that differs from rank to rank: it depends on this rank's "
+        f"own {what}. Each rank would update its part of the state differently. Combine the value over ranks first: "
         f"{advice}"
     )
 
@@ -240,9 +240,9 @@ def _stays_shard(
     # The traits of ZeroFn's own operations say which arguments are shards, so they are not checked here.
     if not is_ours(node) and any(x not in shards and x not in even for x in node.all_input_nodes):
         raise CaptureError(
-            f"{operation_at(node)} combines this rank's shard of {origin} with a tensor that is not a shard and "
-            "whose elements differ: which elements are paired would depend on how the state is sharded. Put that "
-            "tensor into the state, as a tree like the parameters, or call zerofn.scatter on it. Noise for shards is "
+            f"{operation_at(node)} combines this rank's shard of {origin} with a tensor that is not sharded and has "
+            "more than one value, so the result would depend on how the state is sharded. Put this tensor into the "
+            "state, as a tree like the parameters, or call zerofn.scatter on it. For noise on shards, write "
             "zerofn.normal_like(tree, key)."
         )
     return True
@@ -286,10 +286,10 @@ def _check_draws(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if _draws(node):
             raise CaptureError(
-                f"{operation_at(node)} draws from torch's global generator, which is not part of the state: the "
-                "same state and batch would give different results. Draw in the loss function of "
-                "state.value_and_grad, or under zerofn.random.randomness(state.rng_at()). To evaluate, use "
-                "a module in eval(), which has no dropout."
+                f"{operation_at(node)} draws from torch's global generator, which is not part of the state: the same "
+                "state and batch would give different results. Draw inside the loss function of state.value_and_grad, "
+                "or under zerofn.random.randomness(state.rng_at()). To evaluate a model without dropout, call its "
+                "eval() first."
             )
 
 
@@ -298,8 +298,8 @@ def _check_foreign(gm: GraphModule) -> None:
     for node in gm.graph.nodes:
         if is_unknown(node):
             raise CaptureError(
-                f"{operation_at(node)} has no schema that says what it writes to. Wrap it in "
-                "torch.library.custom_op, or keep it inside zerofn.eager_region."
+                f"{operation_at(node)} has no schema, so its writes to memory are unknown. Wrap it in "
+                "torch.library.custom_op, or call it inside zerofn.eager_region."
             )
         for each in foreign_graphs(node):
             _check_draws(each)
@@ -307,13 +307,13 @@ def _check_foreign(gm: GraphModule) -> None:
             for inner in each.graph.nodes:
                 if inner.op == "get_attr" and isinstance(getattr(each, str(inner.target)), Tensor):
                     raise CaptureError(
-                        f"a function that is given to {operation_at(node)} reads a tensor from around it. Pass the "
-                        "tensor to it, with the others that it is called with."
+                        f"a function passed to {operation_at(node)} closes over a tensor. Pass this tensor to it as an "
+                        "argument."
                     )
                 if traits(inner).collective:
                     raise CaptureError(
-                        f"{operation_name(inner)} communicates inside {operation_at(node)}: ranks that take another "
-                        "branch would wait for each other. Communicate outside of it."
+                        f"{operation_name(inner)} communicates inside {operation_at(node)}, so ranks that take "
+                        "different branches would wait for each other forever. Communicate outside."
                     )
 
 
@@ -339,17 +339,17 @@ def _constants(program: Program, gm: GraphModule) -> list[Tensor]:
             continue
         if isinstance(value, FakeTensor):
             raise CaptureError(
-                f"the step uses a tensor of shape {tuple(value.shape)}{_use(program, node)} that a "
-                "microbatch of `accumulate`, or an earlier capture, has left in a variable, a list or an attribute. A "
-                "microbatch returns what it computes: `return loss, more` and has_aux=True. What the next microbatch "
-                "goes on with is written in place, into a clone made in the step: buffers[name].copy_(new)."
+                f"the step uses a tensor of shape {tuple(value.shape)}{_use(program, node)} that a microbatch of "
+                "`accumulate`, or an earlier capture, stored in a variable, a list or an attribute. Return values from "
+                "a microbatch instead: `return loss, more` with has_aux=True. To pass a value to the next microbatch, "
+                "write it in place into a clone made in the step: buffers[name].copy_(new)."
             )
         if value.requires_grad:
             raise CaptureError(
-                f"the step closes over a tensor of shape {tuple(value.shape)} that requires grad"
-                f"{line_of(next(iter(node.users), node))}: it would be a constant of the captured step and never "
-                "trained. Pass it in state.params (functional_call(model, params, ...)). If it is not to be trained, "
-                "as a teacher's, say so before: teacher.requires_grad_(False)."
+                f"the step closes over a tensor of shape {tuple(value.shape)} that requires "
+                f"grad{line_of(next(iter(node.users), node))}. It would be a constant of the captured step and never "
+                "trained. Pass it in state.params (functional_call(model, params, ...)). If it should not be trained, "
+                "as the weights of a teacher, write teacher.requires_grad_(False) before."
             )
         if any(u.target is not aten.lift_fresh_copy.default for u in node.users):
             found.append(value)

@@ -48,8 +48,8 @@ def _plain(x: Any, at: str) -> Any:
         flat = np.ascontiguousarray(x)
         return {"array": [flat.dtype.str, list(np.shape(x)), base64.b64encode(flat.tobytes()).decode()]}
     raise TypeError(
-        f"{at} is a {type(x).__name__}; what is saved along with a state is made of dicts, lists, tuples, numbers, "
-        "strings, bytes, tensors and arrays of numbers. Let state_dict() return such."
+        f"{at} is a {type(x).__name__}, which cannot be saved with a state. state_dict() may return dicts, lists, "
+        "tuples, numbers, strings, bytes, tensors and arrays of numbers."
     )
 
 

@@ -64,7 +64,9 @@ class Saving:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                raise TimeoutError(f"save: {self.path} is not complete after {timeout:g} s; it goes on.")
+                raise TimeoutError(
+                    f"save: {self.path} is not complete after {timeout:g} s. The save continues in the background."
+                )
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -88,7 +90,7 @@ class InFlight:
         try:
             saving.wait()
         except Exception as error:
-            raise CheckpointError(f"the save before this one, to {saving.path}, failed: {error}") from error
+            raise CheckpointError(f"the previous save, to {saving.path}, failed: {error}") from error
 
     def begin(self, path: str | os.PathLike[str], work: Callable[[], None], start: float) -> Saving:
         """Let a thread do the work of a save; `start`: when `save` was called (`time.perf_counter`)."""

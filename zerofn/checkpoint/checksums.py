@@ -39,4 +39,4 @@ def read_checksums(path: Path, fix: str) -> tuple[FileIdentity | None, str, dict
             raise ValueError(data["format"])
         return FileIdentity(int(data["nbytes"]), str(data["header"])), fix, dict(data["blocks"])
     except MALFORMED as error:
-        raise CheckpointError(f"{beside} is damaged: it holds no checksums of {path.name}. {fix}") from error
+        raise CheckpointError(f"{beside} is damaged: it has no valid checksums of {path.name}. {fix}") from error

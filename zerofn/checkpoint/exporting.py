@@ -57,7 +57,9 @@ def export(
     """
     refuse_while_capturing(WHAT)
     if is_remote(located(out)):
-        raise ValueError(f"{WHAT}: out={str(out)!r} is no local path; export to one, and copy the files from there.")
+        raise ValueError(
+            f"{WHAT}: out={str(out)!r} is not a local path. Export to a local folder, and copy the files from it."
+        )
     check_answers(located(path) / MANIFEST)
     checkpoint, target = Checkpoint(located(path)), Path(out).expanduser()
     try:
@@ -65,7 +67,8 @@ def export(
         if target.suffix == ".safetensors":
             if max_shard_size is not None:
                 raise ValueError(
-                    f"{WHAT}: several files need a folder, but out is {target}; give a folder, or no max_shard_size."
+                    f"{WHAT}: several files need a folder, but out is the file {target}. Pass a folder as out, or "
+                    "leave max_shard_size out."
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
             _clear(target.parent)
@@ -111,7 +114,9 @@ def _entries(
         if new is None:
             continue
         if new in out:
-            raise ValueError(f"{WHAT}: rename gives two leaves the name {new!r}; names must tell leaves apart.")
+            raise ValueError(
+                f"{WHAT}: rename returns {new!r} for two leaves. It must return a different name for each leaf."
+            )
         kind = dtype if dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
         out[new] = TensorToWrite(new, kind, leaf.shape, partial(read, leaf.name, kind))
     return list(out.values())
@@ -242,7 +247,10 @@ def _bytes(size: int | str | None) -> int | None:
     if isinstance(size, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
-            raise ValueError(f"{WHAT}: max_shard_size={size!r} is no size; write bytes, or such as '5GB' or '500MiB'.")
+            raise ValueError(
+                f"{WHAT}: max_shard_size={size!r} is not a size. Write a number of bytes, or a text such "
+                "as '5GB' or '500MiB'."
+            )
         size = int(float(found[1]) * _UNITS[found[2].upper()])
     if size is not None and size <= 0:
         raise ValueError(f"{WHAT}: max_shard_size={size!r} must be positive.")

@@ -84,8 +84,8 @@ class Checkpoint(Source):
                 continue
             if not file.exists():
                 raise CheckpointError(
-                    f"{file} is missing: the checkpoint has {len(self.manifest.files)} "
-                    f"files, and each holds a part of every parameter. {fix}"
+                    f"{file} is missing. The checkpoint has {len(self.manifest.files)} files, and each holds a part of "
+                    f"every parameter. {fix}"
                 )
             if file.stat().st_size != written.nbytes:
                 TensorFile(file, written, fix)  # raises, and says what is wrong
@@ -157,8 +157,8 @@ class Weights(Source):
                     continue
                 if name in self._where:
                     raise ValueError(
-                        f"load_safetensors: {self._where[name][1]!r} and {tensor!r} would both "
-                        f"be {name!r}; let rename return None for one of them."
+                        f"load_safetensors: {self._where[name][1]!r} and {tensor!r} would both get the name {name!r}. "
+                        "Let rename return None for one of them."
                     )
                 self._where[name] = (file, tensor)
                 opened = self._files[file]
@@ -182,8 +182,8 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
         return path.parent, [path.name]
     if not path.is_dir():
         raise CheckpointError(
-            f"load_safetensors: {path} is not there; give a .safetensors file, or a "
-            "folder with model.safetensors or model.safetensors.index.json."
+            f"load_safetensors: {path} does not exist. Pass a .safetensors file, or a folder with model.safetensors or "
+            "model.safetensors.index.json."
         )
     if (path / "model.safetensors").is_file():
         return path, ["model.safetensors"]
@@ -191,29 +191,28 @@ def _weight_files(path: Path) -> tuple[Path, list[str]]:
         return path, _indexed(path / "model.safetensors.index.json")
     if (path / MANIFEST).is_file():
         raise CheckpointError(
-            f"load_safetensors: {path} is a ZeroFn checkpoint; read it with "
-            "zerofn.load(path, like=state), or make plain weights of it with "
-            "zerofn.export(path, out)."
+            f"load_safetensors: {path} is a ZeroFn checkpoint. Read it with zerofn.load(path, like=state), or convert "
+            "it to plain weights with zerofn.export(path, out)."
         )
     found = sorted(p.name for p in path.glob("*.safetensors"))
     if len(found) == 1:
         return path, found
     raise CheckpointError(
         f"load_safetensors: {path} has neither model.safetensors nor its index"
-        + (f", but {found}; give one of these files." if found else _pickled(path))
+        + (f", but {found}. Pass one of these files." if found else _pickled(path))
     )
 
 
 _CONVERT = (
-    "which are not read here; convert them once: "
-    "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+    "which load_safetensors does not read. Convert them once: safetensors.torch.save_file(torch.load(file, "
+    "weights_only=True), 'model.safetensors')."
 )
 
 
 def _pickled(path: Path) -> str:
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if not found:
-        return " and no .safetensors file; give a path that has one."
+        return " and no .safetensors file. Pass a path that has one."
     return f", but pickled weights, {found[:4]}, {_CONVERT}"
 
 

@@ -127,15 +127,14 @@ def _check(wanted: list[NamedLeaf], leaves: Mapping[str, NamedLeaf], where: str)
         saved = leaves[leaf.name]
         if saved.shape != leaf.shape:
             raise CheckpointError(
-                f"{where}: {leaf.name!r} has shape {saved.shape} there and {leaf.shape} "
-                "in `like`; build `like` with the configuration of the model that was "
-                "saved."
+                f"{where}: {leaf.name!r} has shape {saved.shape} in the file and {leaf.shape} in `like`. Build `like` "
+                "with the configuration of the saved model."
             )
         if saved.dtype != leaf.dtype:
             if not torch.can_cast(saved.dtype, leaf.dtype):
                 raise CheckpointError(
-                    f"{where}: {leaf.name!r} is {saved.dtype} there, which cannot become "
-                    f"the {leaf.dtype} it is in `like`; give `like` that dtype."
+                    f"{where}: {leaf.name!r} is {saved.dtype} in the file, which cannot be cast to {leaf.dtype}, its "
+                    f"dtype in `like`. Make it {saved.dtype} in `like`."
                 )
             cast.append(f"{leaf.name} {_short(saved.dtype)} -> {_short(leaf.dtype)}")
     if cast:

@@ -82,8 +82,8 @@ def check_usable(path: Path) -> None:
         strange += [p for p in there if not is_ours(p)]
     if strange:
         raise CheckpointError(
-            f"save: {path} is there and is no checkpoint ({strange[0].name} is not ZeroFn's); choose another path, or "
-            "move it away."
+            f"save: {path} exists and is not a checkpoint: {strange[0].name} is not a file of ZeroFn's. Choose another "
+            "path, or move the folder."
         )
 
 
@@ -149,21 +149,21 @@ def find(path: Path) -> Path:
         return path
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file; a checkpoint is a folder with a {MANIFEST}. Weights in a "
-            ".safetensors file are read with zerofn.load_safetensors(path, like=params)."
+            f"{path} is a file, but a checkpoint is a folder with a {MANIFEST}. To read weights from a .safetensors "
+            "file, write zerofn.load_safetensors(path, like=params)."
         )
     if path.is_dir() and any(_DATA.fullmatch(p.name) for p in path.iterdir()):
         raise CheckpointError(
-            f"{path} has no {MANIFEST}: the save that was to make it was interrupted. Load an earlier checkpoint; save "
-            "may be called again."
+            f"{path} has no {MANIFEST}, because the save was interrupted. Load an earlier checkpoint. A new save may "
+            "use this path."
         )
     if path.is_dir():
         raise CheckpointError(
-            f"{path} has no {MANIFEST}, so it is no complete checkpoint; give the folder "
-            "that zerofn.save(path, state) was given."
+            f"{path} has no {MANIFEST}, so it is not a complete checkpoint. Pass the folder that you passed to "
+            "zerofn.save(path, state)."
         )
     raise CheckpointError(
-        f"{path} is not there; give the path of a checkpoint made by zerofn.save.{_those_in(path.parent)}"
+        f"{path} does not exist. Pass the path of a checkpoint that zerofn.save wrote.{_those_in(path.parent)}"
     )
 
 

@@ -70,19 +70,21 @@ def read(loader: HasState | None, path: Path) -> Any:
     found: list[Any] = manifest.notes.get("ranks", [])
     if loader is None:
         if found:
-            log.warning("%s: %s holds where a loader stood, and none was given.", WHAT, path)
+            log.warning(
+                "%s: %s contains the position of a data loader, but restore_or was called without a loader.", WHAT, path
+            )
         return None
     rank, size = rank_and_size()
     if not found:
         raise CheckpointError(
-            f"{WHAT}: {path} does not say where the loader stood, since it was saved without one. Pass loader=None, "
-            "and set the loader by hand."
+            f"{WHAT}: {path} does not contain the position of the data loader, since it was saved without a loader. "
+            "Pass loader=None, and set the position yourself."
         )
     if len(found) != size and any(x != found[0] for x in found):
         raise CheckpointError(
-            f"{WHAT}: {path} says where each of {len(found)} ranks' loaders stood, and now there are {size} ranks. Use "
-            "a loader whose state is the same on all ranks (how many samples all of them have seen), go on with "
-            f"{len(found)} ranks, or pass loader=None and set the loader by hand."
+            f"{WHAT}: {path} has a different loader position for each of {len(found)} ranks, but this job has {size} "
+            "ranks. Use a loader whose state is the same on all ranks (such as the number of samples that all ranks "
+            f"have seen), continue with {len(found)} ranks, or pass loader=None and set the position yourself."
         )
     return as_json.loads(_read(path, manifest, found[min(rank, len(found) - 1)]), "the loader's state")
 
@@ -94,8 +96,8 @@ def go_on(loader: HasState | None, state: Any) -> None:
     loader.load_state_dict(state)
     if _is_at_end(loader, state):
         log.warning(
-            "%s: the loader stood behind the last batch of its epoch, so the first loop over it gets no batch. A "
-            "program that counts loops loses an epoch: let it count steps.", WHAT,
+            "%s: the loader's position is the end of an epoch, so the first loop over it yields no batch. If your "
+            "program counts epochs, it loses one: count steps instead.", WHAT,
         )  # fmt: skip
 
 
@@ -109,7 +111,9 @@ def _read(path: Path, manifest: Manifest, place: Any) -> str:
         file.close()
         return data.numpy().tobytes().decode()
     except MALFORMED as error:
-        raise CheckpointError(f"{path} is damaged: where its loader stood cannot be read: {error!r}.") from error
+        raise CheckpointError(
+            f"{path} is damaged: the position of its data loader cannot be read: {error!r}."
+        ) from error
 
 
 def _is_at_end(loader: Any, state: Any) -> bool:

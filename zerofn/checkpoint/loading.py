@@ -82,10 +82,10 @@ def _load(path: Path, like: Any, choice: _Choice, words: str) -> Any:
     try:
         values = reading.read()
     except BaseException:
-        reading.donate("while it was read into this state's memory, and failed. Make the state again.")
+        reading.donate("and reading failed after it had begun to overwrite this state. Make the state again.")
         raise
     reading.donate(
-        "and its values are in the state that load returned. Write state = zerofn.load(path, like=state, ...)."
+        "and its values moved to the state that load returned. Write state = zerofn.load(path, like=state, ...)."
     )
     with torch.no_grad():
         settle_all(values)
@@ -98,8 +98,10 @@ def same_everywhere(what: str, path: str | os.PathLike[str], parts: Sequence[Sta
     if found is not None:
         rank, here, there = found
         raise ValueError(
-            f"{what}: ranks must load the same path into the same layout.\n  rank "
-            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
+            f"{what}: ranks load different paths, or load into different layouts. Pass the same path and the same "
+            "`like` on all ranks.\n"
+            f"  rank {rank_and_size()[0]}: {here}\n"
+            f"  rank {rank}: {there}"
         )
 
 
@@ -175,9 +177,10 @@ def _check_the_same(checkpoint: Checkpoint) -> None:
     for rank, there in enumerate(texts):
         if there != here:
             raise CheckpointError(
-                f"{WHAT}: ranks see different checkpoints at {checkpoint.folder} ({_REPLACED}, or is no file system "
-                f"that all ranks share).\n  rank {rank_and_size()[0]}: {here.partition(chr(10))[2]}\n  rank {rank}: "
-                f"{there.partition(chr(10))[2]}"
+                f"{WHAT}: ranks see different checkpoints at {checkpoint.folder} (it {_REPLACED}, or is not on a file "
+                "system that all ranks share).\n"
+                f"  rank {rank_and_size()[0]}: {here.partition(chr(10))[2]}\n"
+                f"  rank {rank}: {there.partition(chr(10))[2]}"
             )
 
 
@@ -231,21 +234,22 @@ def _kept(source: Source, parts: list[StatePart], choice: _Choice, where: str) -
     wanted = {name: leaf for name, leaf in every.items() if choice.takes(name)}
     if not wanted and every:
         nothing = missing_leaf(choice.only or "", "`like`", every, 1)
-        raise ValueError(f"{WHAT}: only={choice.only!r} chooses nothing: {nothing}")
+        raise ValueError(f"{WHAT}: only={choice.only!r} selects no leaf: {nothing}")
     _check_kept(parts, choice)
     saved = {name: leaf for name, leaf in source.leaves.items() if choice.takes(name)}
-    fix = "Build `like` with the model, optimizer and extras of the state that was saved, or pass only= and rename=."
+    fix = "Build `like` with the model, optimizer and extra of the saved state, or pass only= and rename=."
     missing = [name for name, leaf in wanted.items() if name not in saved and not leaf.optional]
     if missing:
         raise CheckpointError(f"{missing_leaf(missing[0], where, saved, len(missing))} {fix}")
     unexpected = [name for name, leaf in saved.items() if name not in wanted and not leaf.optional]
     if unexpected:
         raise CheckpointError(
-            f"{where}: {missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} It was saved with one. {fix}"
+            f"{where}: {missing_leaf(unexpected[0], '`like`', wanted, len(unexpected))} The checkpoint has this leaf. "
+            f"{fix}"
         )
     absent = frozenset(wanted) - frozenset(saved)
     if absent:
-        log.info("%s holds no %s; it is `like`'s own.", where, ", ".join(sorted(absent)))
+        log.info("%s has no %s; the value in `like` stays.", where, ", ".join(sorted(absent)))
     return absent | (frozenset(every) - frozenset(wanted))
 
 
@@ -255,6 +259,6 @@ def _check_kept(parts: list[StatePart], choice: _Choice) -> None:
         kept = [leaf.name for leaf in leaves_of(part) if not choice.takes(leaf.name)]
         if kept and is_sharded(part.value) and part.value.lost is not None:
             raise ValueError(
-                f"{WHAT}: with only={choice.only!r}, {kept[0]!r} keeps its values, but this state was used up by a "
-                "step; pass the state that the step has returned."
+                f"{WHAT}: with only={choice.only!r}, {kept[0]!r} keeps its values, but this state was donated to a "
+                "step and has none. Pass the state that the step returned."
             )

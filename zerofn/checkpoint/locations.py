@@ -40,14 +40,18 @@ def located(path: str | os.PathLike[str]) -> Path:
         return cast("Path", type(given)(str(given), **{**given.storage_options, **_FRESH}))
     text = os.fspath(path)
     if "::" in text.partition("://")[0] and "://" in text:
-        raise ValueError(f"{text}: chained file systems may hold old copies of files; give the last one's URL alone.")
+        raise ValueError(
+            f"{text}: chained file systems may serve old copies of files. Write the URL of the last one only."
+        )
     url = _URL.match(text)
     if url is None:
         return Path(path).expanduser().resolve()
     if url[1] in ("file", "local"):
         return Path(text[url.end() :]).resolve()
     if importlib.util.find_spec("upath") is None:
-        raise ImportError(f"{text}: paths of {url[1]}:// need universal_pathlib; pip install 'zerofn[remote]'.")
+        raise ImportError(
+            f"{text}: paths of {url[1]}:// need the package universal_pathlib. Type pip install 'zerofn[remote]'."
+        )
     from upath import UPath
 
     return cast("Path", UPath(text, **_FRESH))
@@ -85,7 +89,7 @@ def text_of(path: Path) -> str:
     if not is_remote(path):
         nbytes = _check_kind(path)
         if nbytes > MAX_TEXT:
-            raise CheckpointError(f"{path} has {nbytes:,} bytes, and {MAX_TEXT:,} are the most of a file of its kind.")
+            raise CheckpointError(f"{path} has {nbytes:,} bytes; a file of this kind may have at most {MAX_TEXT:,}.")
         return path.read_text("utf-8")
     fs, name = _fs(path)
     return asked(fs, str(path), lambda: cast(bytes, fs.cat_file(name))).decode()
@@ -100,7 +104,7 @@ def check_answers(path: Path) -> None:
             if isinstance(error, CheckpointError):
                 raise
         except Exception as error:  # of the library, which has its own
-            raise CheckpointError(f"{path}: its store cannot be reached: {error}.") from error
+            raise CheckpointError(f"{path}: the storage service cannot be reached: {error}.") from error
 
 
 def _check_kind(path: Path) -> int:
@@ -110,7 +114,7 @@ def _check_kind(path: Path) -> int:
     status = path.stat()
     kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
-        raise CheckpointError(f"{path} is {_KINDS.get(kind, 'no file')}, where a file was expected. Remove it.")
+        raise CheckpointError(f"{path} is {_KINDS.get(kind, 'not a file')}, but must be a file. Remove it.")
     return status.st_size
 
 
@@ -136,7 +140,7 @@ def make_folder(path: Path) -> None:
         return
     fs, name = _fs(path)
     if path.drive and not fs.exists(path.drive):
-        raise CheckpointError(f"save: {path}: there is no {path.drive!r}, or it may not be read; make it first.")
+        raise CheckpointError(f"save: {path}: {path.drive!r} does not exist, or may not be read. Create it first.")
     fs.makedirs(name, exist_ok=True)
 
 

@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> Manifest:
         form, version = data["format"].text(), data["version"].count(1)
     except (*MALFORMED, FileNotFoundError) as error:
         raise CheckpointError(
-            f"{path} is damaged: it is no JSON of a ZeroFn checkpoint ({type(error).__name__}: {error}). {_FIX}"
+            f"{path} is damaged: it is not the JSON of a ZeroFn checkpoint ({type(error).__name__}: {error}). {_FIX}"
         ) from error
     if form != FORMAT or version > VERSION:
         raise CheckpointError(
@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
     if version >= 3:
         found = _SUM.search(text)
         if found is None or _digest(text.replace(found[1], _ZEROS, 1)) != found[1]:
-            raise CheckpointError(f"{path} is damaged: it has another checksum than the one in it. {_FIX}")
+            raise CheckpointError(f"{path} is damaged: its checksum differs from the one stored in it. {_FIX}")
     try:
         return _checked(_parse(data, _digest(text)))
     except ValueError as error:

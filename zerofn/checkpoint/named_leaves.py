@@ -68,9 +68,7 @@ def take_apart(state: Any, what: str) -> tuple[list[StatePart], PyTreeSpec]:
         _check_value(part, what)
         for leaf in leaves_of(part):
             if leaf.name in seen:
-                raise ValueError(
-                    f"{what}: two leaves are called {leaf.name!r}; rename one, so that names tell them apart."
-                )
+                raise ValueError(f"{what}: two leaves have the name {leaf.name!r}. Rename one of them.")
             seen.add(leaf.name)
             _check_dtype(leaf, what)
     return parts, treedef
@@ -136,7 +134,7 @@ def missing_leaf(name: str, where: str, names: Mapping[str, Any], count: int) ->
     """Return the sentence about a name that is not among `names`, with the nearest name."""
     near = nearest(name, names, 1, 0.6)
     more = f" (and {count - 1} more)" if count > 1 else ""
-    return f"{where} has no leaf {name!r}{more}{f'; the nearest is {near[0]!r}' if near else ''}."
+    return f"{where} has no leaf {name!r}{more}{f'; the nearest name is {near[0]!r}' if near else ''}."
 
 
 _OPTIONAL = StaticLossScale | NoLossScale | Feedback  # a state goes on without, or with a new one
@@ -155,19 +153,19 @@ def _check_value(part: StatePart, what: str) -> None:
         return
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"{what}: leaf {part.name!r} is a {type(x).__name__}; a checkpoint holds tensors, "
-            "ints, floats, bools and None. Keep other things outside the state."
+            f"{what}: leaf {part.name!r} is a {type(x).__name__}; a checkpoint holds tensors, ints, floats, bools and "
+            "None. Store other objects outside the state."
         )
     if x.layout is not torch.strided:
         raise TypeError(
-            f"{what}: leaf {part.name!r} is a {x.layout} tensor, which safetensors cannot hold; "
-            "store the dense tensors it is made of."
+            f"{what}: leaf {part.name!r} is a {x.layout} tensor, which safetensors cannot store. Store the dense "
+            "tensors it is made of."
         )
 
 
 def _check_dtype(leaf: NamedLeaf, what: str) -> None:
     if leaf.dtype not in CODES:
         raise TypeError(
-            f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot hold; "
-            "store it as another one (torch.view_as_real for complex128)."
+            f"{what}: leaf {leaf.name!r} has dtype {leaf.dtype}, which safetensors cannot store. Convert it to another "
+            "dtype (torch.view_as_real for complex128)."
         )

@@ -65,8 +65,8 @@ def check_not_replaced(path: Path, found: dict[str, Any]) -> None:
     mine = the(ThisProcess).saved.get(path)
     if mine is not None and found and found.get("save") != mine and found.get("job") != the(ThisProcess).name:
         raise CheckpointError(
-            f"save: {path} was this job's checkpoint, and since then {_told(found)} has saved there. Two jobs that "
-            "save to one path replace each other's checkpoints: give this one another path."
+            f"save: {path} was this job's checkpoint, but {_told(found)} has saved there since. Two jobs that save to "
+            "one path overwrite each other's checkpoints. Use a different path for this job."
         )
 
 
@@ -109,8 +109,9 @@ def check_still(path: Path, save: str) -> None:
     now = _read(path / SAVING)
     if now.get("save") != save:
         raise CheckpointError(
-            f"save: {path} was taken over by {_told(now) if now else 'another job'} because this one gave no sign of "
-            f"life for {SILENCE:g} s. The checkpoint that is there stays; give each job a path of its own."
+            f"save: {_told(now) if now else 'another job'} now saves to {path}, because this job gave no sign of life "
+            f"for {SILENCE:g} s. This save stopped, and the existing checkpoint remains. Use a different path for each "
+            "job."
         )
 
 
@@ -129,7 +130,7 @@ def _wait(path: Path) -> bool:
             return True
         if waited > PATIENCE:
             raise CheckpointError(
-                f"save: {_told(now)} has been saving to {path} for {waited:.0f} s. Give each job a path of its own."
+                f"save: {_told(now)} has been saving to {path} for {waited:.0f} s. Use a different path for each job."
             )
         if waited > word:
             log.warning("save: waiting for %s, which is saving to %s.", _told(now), path)

@@ -61,15 +61,16 @@ def fill(what: str, opened: Callable[[], Source], words: str, like: Any, strict:
     if (found := first_difference(what, samples)) is not None:
         rank, here, there = found
         raise CheckpointError(
-            f"{what}: {path}: ranks have read other values, and each would keep a part of its own.\n  rank "
-            f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}\nGive all ranks the same: copies of one file, or a "
-            "model that all have drawn with one seed."
+            f"{what}: {path}: ranks have read different values, so their shards would not fit together.\n"
+            f"  rank {rank_and_size()[0]}: {here}\n"
+            f"  rank {rank}: {there}\n"
+            "Pass the same values on all ranks: copies of one file, or a model initialised with one seed."
         )
     with torch.no_grad():
         settle_all(values)
     for part in parts if donate else ():
         if is_sharded(part.value):
-            part.value.donate(f"it was donated to {what}(..., donate=True); use what that returned.")
+            part.value.donate(f"it was donated to {what}(..., donate=True). Use the value that {what} returned.")
     return tree.unflatten(treedef, values)
 
 
@@ -105,7 +106,7 @@ def _match(weights: Source, parts: list[StatePart], path: str, strict: bool) -> 
     if missing or unexpected:
         shown = [printable(", ".join(names[:3])) for names in (missing, unexpected)]
         log.info(
-            "%s: %d of %d leaves keep their values (%s), %d tensors are left out (%s).",
+            "%s: %d of %d leaves keep their values (%s), %d tensors are not used (%s).",
             path,
             len(missing),
             len(wanted),

@@ -150,8 +150,8 @@ class EveryTree:
             there = [writers[slices, p] for p in range(size) if (slices, p) in writers]
             if len(there) != size:
                 raise CheckpointError(
-                    f"{what}: {own.part.name!r} is in {size} shards, but only ranks {sorted(there)} of its axis are "
-                    "here; every rank must call save."
+                    f"{what}: {own.part.name!r} is in {size} shards, but only ranks {sorted(there)} of its axis called "
+                    "save. Every rank must call it."
                 )
         return EveryTree(own, writers, [x.slices for x in told], trees)
 

@@ -178,7 +178,7 @@ def _files_there(path: Path) -> Collection[str] | None:
     try:
         found = read_manifest(path)
     except CheckpointError as error:
-        log.warning("save: %s It is replaced.", error)
+        log.warning("save: %s The new checkpoint replaces it.", error)
         return None
     owner.check_not_replaced(path, found.saved)
     return found.files
@@ -197,7 +197,7 @@ def _plan(state: Any) -> list[StatePart]:
     for part in parts:
         for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
             if tensor.is_meta:
-                raise ValueError(f"{WHAT}: {part.name!r} is on the meta device, so it has no values to save.")
+                raise ValueError(f"{WHAT}: {part.name!r} is on the meta device and has no values to save.")
     return parts
 
 
@@ -221,14 +221,15 @@ def _unequal(lines: list[str]) -> ValueError:
     name = here.partition(" = ")[0]
     if " = " in here and name == there.partition(" = ")[0]:
         return ValueError(
-            f"{WHAT}: the replicated leaf {name!r} differs between rank "
-            f"{rank_and_size()[0]} and rank {rank}; make it equal before saving "
-            "(zerofn.collectives.all_reduce, or the same code and seed on all ranks), or "
-            "keep what differs outside the state."
+            f"{WHAT}: the replicated leaf {name!r} differs between rank {rank_and_size()[0]} and rank {rank}. Make it "
+            "equal before you save (zerofn.collectives.all_reduce, or the same code and seed on all ranks), or store "
+            "values that differ outside the state."
         )
     return ValueError(
-        f"{WHAT}: ranks must save the same state to the same path.\n  rank "
-        f"{rank_and_size()[0]}: {here}\n  rank {rank}: {there}"
+        f"{WHAT}: ranks save different states, or save to different paths. Pass the same path and the same state on "
+        "all ranks.\n"
+        f"  rank {rank_and_size()[0]}: {here}\n"
+        f"  rank {rank}: {there}"
     )
 
 
@@ -241,8 +242,8 @@ def _check_slices(slices: Sequence[tuple[int, ...]], prints: Sequence[str], line
     texts = [text.split("\n") for text in exchange(f"{WHAT}, in full", "\n".join(lines))]
     name = next(a for a, b in zip(texts[first], texts[other], strict=True) if a != b).partition(" = ")[0]
     raise ValueError(
-        f"{WHAT}: rank {first} and rank {other} have the same slice of {name!r}, and it differs between them; make it "
-        "equal before saving (the same code and seed on all ranks), or keep what differs outside the state."
+        f"{WHAT}: rank {first} and rank {other} hold the same slice of {name!r}, but its values differ. Make them "
+        "equal before you save (the same code and seed on all ranks), or store values that differ outside the state."
     )
 
 
@@ -293,7 +294,7 @@ class OneSave:
     def check_ranks(self) -> None:
         """Raise `CheckpointError` if the ranks are not those of before."""
         if rank_and_size() != (self.rank, self.size):
-            raise CheckpointError(f"{WHAT}: the process group was taken down before {self.path} was complete.")
+            raise CheckpointError(f"{WHAT}: the process group was destroyed before {self.path} was complete.")
 
     def on_rank_0(self, work: Callable[[], object]) -> None:
         """Run `work` on rank 0, as `together` does."""
@@ -306,8 +307,8 @@ class OneSave:
             file = self.path / name
             if not file.exists() or file.stat().st_size != written.nbytes:
                 raise CheckpointError(
-                    f"{WHAT}: rank 0 does not see the whole of {file}; {self.path} must "
-                    "lie on a file system that all ranks share."
+                    f"{WHAT}: rank 0 cannot see all of {file}. {self.path} must be on a file system that all ranks "
+                    "share."
                 )
         text = self.manifest(files)
         folder.flush(self.path)

@@ -69,10 +69,12 @@ class _Named(Source):
         self._values: dict[str, Tensor | Readable] = {}
         for name, value in state_dict.items():
             if not (isinstance(value, Tensor) or hasattr(value, "read")):
-                raise TypeError(f"{WHAT}: {name!r} is a {type(value).__name__}, no tensor; leave it out.")
+                raise TypeError(f"{WHAT}: {name!r} is a {type(value).__name__}, not a tensor. Leave it out.")
             new = name if rename is None else rename(name)
             if new in self._values:
-                raise ValueError(f"{WHAT}: two tensors would be {new!r}; let rename return None for one of them.")
+                raise ValueError(
+                    f"{WHAT}: two tensors would get the name {new!r}. Let rename return None for one of them."
+                )
             if new is not None:
                 self._values[new] = value
         self.leaves = {name: NamedLeaf(name, tuple(x.shape), x.dtype) for name, x in self._values.items()}

@@ -41,9 +41,9 @@ def asked(fs: Any, where: str, work: Callable[[], T]) -> T:
         endpoint = _endpoint(fs)
         if endpoint and not _answers(endpoint, max(SILENCE, _read_timeout(fs))) and thread.is_alive():
             raise CheckpointError(
-                f"{where}: {endpoint} does not answer. A request has had no answer for "
-                f"{time.monotonic() - start:.0f} s, and neither had a plain one to that address. Check the address "
-                "(AWS_ENDPOINT_URL, endpoint_url=) and the network."
+                f"{where}: {endpoint} does not answer. A request has waited for {time.monotonic() - start:.0f} s, and "
+                "a plain test request to this address got no answer either. Check the address (AWS_ENDPOINT_URL, "
+                "endpoint_url=) and the network."
             )
         thread.join(SILENCE)
     if errors:

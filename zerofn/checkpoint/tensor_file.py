@@ -177,7 +177,7 @@ class TensorFile:
             self._checks = checks if checks is not None else json.loads(metadata.get(CHECKS, "{}"))
             self._check_checks(checks is not None or CHECKS in metadata)
         except MALFORMED as error:
-            raise CheckpointError(f"{path} is no valid safetensors file: {_reason(error)}. {fix}") from error
+            raise CheckpointError(f"{path} is not a valid safetensors file: {_reason(error)}. {fix}") from error
 
     @property
     def names(self) -> list[str]:
@@ -196,7 +196,7 @@ class TensorFile:
         """Raise `CheckpointError` unless the file has a tensor of this name, dtype and number of elements."""
         place = self._entries.get(name)
         if place is None or (place.dtype, math.prod(place.shape)) != (dtype, numel):
-            raise CheckpointError(f"{self.path} has no {numel:,} {dtype} called {name!r}. {self.fix}")
+            raise CheckpointError(f"{self.path} has no tensor {name!r} with {numel:,} elements of {dtype}. {self.fix}")
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
@@ -225,8 +225,8 @@ class TensorFile:
                 raise CheckpointError(f"{self.path} became shorter while it was read. {self.fix}")
             if expected and f"{crc32(block.numpy().data):08x}" != expected:
                 raise CheckpointError(
-                    f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on are "
-                    f"not those that were written. {self.fix}"
+                    f"{self.path} is damaged: the bytes of {name!r} from {k * BLOCK:,} on differ from those that were "
+                    f"written. {self.fix}"
                 )
 
         return self._reader.read(place, self._places_after(name, k), check)
@@ -244,33 +244,34 @@ class TensorFile:
         if there and {n: len(x) for n, x in self._checks.items()} != {
             n: 8 * num_blocks(e.nbytes) for n, e in self._entries.items()
         }:
-            raise ValueError("its checksums are not of these tensors")
+            raise ValueError("its checksums belong to other tensors")
 
     def _read_header(self, expected: FileIdentity | None) -> dict[str, Any]:
         size = self.path.stat().st_size
         if expected is not None and size != expected.nbytes:
             raise CheckpointError(
-                f"{self.path} has {size:,} bytes, but {expected.nbytes:,} were written: "
-                f"it is {'truncated' if size < expected.nbytes else 'another file'}. "
-                f"{self.fix}"
+                f"{self.path} has {size:,} bytes, but {expected.nbytes:,} were written: it is "
+                f"{'truncated' if size < expected.nbytes else 'a different file'}. {self.fix}"
             )
         begin = fetch(self.path, 0, 8) if size else b""
         length = int.from_bytes(begin, "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(
-                f"{self.path} is truncated or no safetensors file: its {size:,} bytes end inside its header. {self.fix}"
+                f"{self.path} is truncated, or not a safetensors file: its {size:,} bytes end inside its header. "
+                f"{self.fix}"
             )
         if length > MAX_HEADER:
-            raise ValueError(f"its header has {length:,} bytes, and {MAX_HEADER:,} are the most")
+            raise ValueError(f"its header has {length:,} bytes, more than the allowed {MAX_HEADER:,}")
         text = fetch(self.path, 8, 8 + length) if length else b""
         if expected is not None and f"{crc32(text, crc32(begin)):08x}" != expected.header:
             raise CheckpointError(
-                f"{self.path} is damaged, or from another save: its header is not the one that was written. {self.fix}"
+                f"{self.path} is damaged, or from another save: its header differs from the one that was written. "
+                f"{self.fix}"
             )
         self._data = 8 + length
         header = json.loads(text, object_pairs_hook=without_repeats)
         if not isinstance(header, dict) or not isinstance(header.get("__metadata__") or {}, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not a JSON object")
         return header
 
 
@@ -292,7 +293,7 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
     for name, e in header.items():
         if not isinstance(e, dict) or set(e) != {"dtype", "shape", "data_offsets"}:
-            raise ValueError(f"{name!r} has not a dtype, a shape and data_offsets")
+            raise ValueError(f"{name!r} must have exactly a dtype, a shape and data_offsets")
         if not isinstance(e["dtype"], str) or e["dtype"] not in DTYPES:
             raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; known are {sorted(DTYPES)}")
         shape, (start, stop), dtype = e["shape"], e["data_offsets"], DTYPES[e["dtype"]]
@@ -304,7 +305,7 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
     end = 0
     for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != end:
-            raise ValueError(f"{name!r} begins at byte {place.start:,} behind the header, not at {end:,}")
+            raise ValueError(f"{name!r} begins at byte {place.start:,} after the header, not at {end:,}")
         end += place.nbytes
     if end > nbytes:
         raise ValueError(f"it is truncated: {nbytes:,} of {end:,} bytes follow the header")
@@ -317,7 +318,7 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises `ValueError` if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 

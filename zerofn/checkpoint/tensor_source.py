@@ -61,8 +61,8 @@ class Renamed(Source):
             new = rename(name)
             if new in self._names:
                 raise ValueError(
-                    f"{what}: {self._names[new]!r} and {name!r} would both be {new!r}; let rename return None for one "
-                    "of them."
+                    f"{what}: {self._names[new]!r} and {name!r} would both get the name {new!r}. Let rename return "
+                    "None for one of them."
                 )
             if new is not None:
                 self._names[new] = name

@@ -46,7 +46,10 @@ SILENCE = 20.0  # seconds without a sign of life until a rank is taken for froze
 ELSEWHERE = 25.0  # seconds until ranks that wait in a transfer are taken for waiting for this one
 FIRST_WORD = 10.0  # seconds until a rank that waits says for whom
 _LEFT = 1.0  # seconds until a rank that has ended is believed not to come
-_BY_ALL = "Every rank must call it, with the same structure, shapes and dtypes: not under `if zerofn.rank() == 0:`."
+_BY_ALL = (
+    "Every rank must make this call, with the same structure, shapes and dtypes. Do not write it under `if "
+    "zerofn.rank() == 0:`."
+)
 _ONE_DTYPE = "Every rank's batch must have the same dtypes: write x.to(dtype) where the batch is made."
 _ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, rows padded to one length."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
@@ -138,8 +141,8 @@ def _round(what: str, text: str, because: str = "") -> list[str]:
         return _meet(store, what, text, f"{what}\0{because}" if because else mine)
     except dist.DistError as error:
         raise RuntimeError(
-            f"{what}: stopped, because the job's store is gone, and with it rank 0, which holds it, or the launcher. "
-            f"{the(Signs).heard or 'What rank 0 printed last says more.'}"
+            f"{what}: stopped, because the job's store does not answer: rank 0, which hosts it, or the launcher has "
+            f"ended. {the(Signs).heard or 'See the last output of rank 0.'}"
         ) from error
     except ValueError:  # there is no group: the watch, or the thread for signs of life, has just taken it down
         refuse_after_failure()
@@ -191,25 +194,26 @@ def _await(store: SignedStore, keys: list[str], rank: int, what: str, text: str)
         now, silence = time.monotonic(), min(SILENCE, PATIENCE)
         idle = now if sign.doing else idle
         if sign.left and now - start > _LEFT and store.get(key) is None:
-            _give_up(f"{what}: rank {rank} has ended, and not called it. {reason() or _BY_ALL}")
+            _give_up(f"{what}: rank {rank} has ended without making this call. {reason() or _BY_ALL}")
         if sign.silent > silence:
             _give_up(f"{what}: {sign.give_up(silence)}{f' It was at {sign.doing}.' if sign.doing else ''}")
         if now - start > ELSEWHERE and (places := _elsewhere(store, keys)):
             line = None if reason() else user_line()
             at = at_line(line.file, line.number) if line else ""
-            _give_up(f"{what}{at}: not all ranks call it. {places}{reason() or _BY_ALL}")
+            _give_up(f"{what}{at}: not all ranks make this call. {places}{reason() or _BY_ALL}")
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(
-                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {reason() or _BY_ALL} If it was only late, "
-                "preparing data, say: have ranks meet in "
-                "torch.distributed.barrier() before, or set ZEROFN_PATIENCE to more seconds.\n"
-                f"  here: {apart(here, seen)}\n  rank {rank} last had: {apart(seen, here)}"
+                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {reason() or _BY_ALL} If the rank was only "
+                "late, because it prepared data for example, call torch.distributed.barrier() on all ranks before, or "
+                "set ZEROFN_PATIENCE to more seconds.\n"
+                f"  here: {apart(here, seen)}\n"
+                f"  rank {rank} last had: {apart(seen, here)}"
             )
         if now - start > word:
             doing = f", which is at {sign.doing}" if sign.doing else ""
             if store.has_foreign(key):
-                doing = ": what it has written has another secret. ZEROFN_SECRET must be the same on all ranks"
+                doing = ", whose messages have another secret. ZEROFN_SECRET must be the same on all ranks"
             log.warning("%s: waited %.0f s for rank %d%s.", what, now - start, rank, doing)
             word *= 2
     return found
@@ -260,7 +264,8 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     if other_what != what:
         why = [reason(), *_reason_of(rank, other_what, other_text)]
         return " ".join([
-            f"{what}: rank {rank} is at another point of the program, {other_what!r}. Ranks must do the same.",
+            f"{what}: rank {rank} is at another point of the program, {other_what!r}. All ranks must make the same "
+            "calls in the same order.",
             *filter(None, why),
         ])  # fmt: skip
     return _unequal(what, (dist.get_rank(), text), (rank, other_text))
@@ -282,8 +287,10 @@ def _unequal(what: str, one: tuple[int, str], other: tuple[int, str]) -> str:
         missing = [x for x in lines if is_argument(x) and x.partition(": ")[0] not in known]
         if missing:
             return (
-                f"{what}: ranks differ.\n  rank {one_rank}: {missing[0]}\n  rank {another}: nothing of that name\n"
-                "Give every rank a state and a batch of the same structure."
+                f"{what}: ranks differ.\n"
+                f"  rank {one_rank}: {missing[0]}\n"
+                f"  rank {another}: no entry of that name\n"
+                "Pass a state and a batch of the same structure on every rank."
             )
     for a, b in zip(here, there, strict=False):
         if a != b:

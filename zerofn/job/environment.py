@@ -57,9 +57,9 @@ def _address(launcher: str, size: int, environ: Mapping[str, str]) -> tuple[str,
         return environ.get("MASTER_ADDR", first_host(nodes)), int(environ.get("MASTER_PORT", _port_of_job(environ)))
     started = "" if launcher == "torchrun" else f" by {launcher}"
     raise RuntimeError(
-        f"This process was started{started} as one of {size} ranks, but MASTER_ADDR and MASTER_PORT do not say where "
-        "rank 0 listens. Set both on every rank: the name of rank 0's machine and a free port there, such as "
-        "`mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ...`; or start the script with torchrun."
+        f"This process was started{started} as one of {size} ranks, but MASTER_ADDR and MASTER_PORT are not set, so "
+        "this process cannot find rank 0. Set both on every rank, to the name of rank 0's machine and a free port on "
+        "it, such as `mpirun -x MASTER_ADDR=$(hostname) -x MASTER_PORT=29500 ...`. Or start the script with torchrun."
     )
 
 

@@ -98,7 +98,7 @@ def refuse_after_failure() -> None:
     taken_down = the(Signs).taken_down
     if taken_down is not None and not dist.is_initialized():
         raise RuntimeError(
-            f"the process group was taken down because {taken_down}\n"
+            f"the process group was destroyed, because {taken_down}\n"
             "Restart the processes and load the last checkpoint."
         )
 
@@ -114,9 +114,9 @@ def refuse_in_fork() -> None:
     """Raise `RuntimeError` in a process that was forked from a rank."""
     if dist.is_initialized() and not is_rank():
         raise RuntimeError(
-            f"this process was forked from rank {dist.get_rank()}, and is no rank itself: what ranks do together, such "
-            "as steps, collectives and saves, belongs to the process that it was forked from. Do it there; a worker of "
-            "a loader returns what it has read."
+            f"this process was forked from rank {dist.get_rank()} and is not a rank itself. Steps, collectives and "
+            "saves must run in the process that it was forked from. In a worker of a data loader, only read and return "
+            "data."
         )
 
 
@@ -233,8 +233,8 @@ def explained(error: BaseException) -> BaseException:
         return RuntimeError(f"stopped, because another rank failed. {message}")
     if "closed by peer" in str(error) or "reset by peer" in str(error):
         return RuntimeError(
-            "stopped, because another rank has ended: it left the program, was killed, or took fewer "
-            "steps than this one. What it printed last says more."
+            "stopped, because another rank has ended: its program finished, was killed, or took fewer steps than this "
+            "one. See the last output of that rank."
         )
     return error
 

@@ -103,7 +103,7 @@ class _Waiting:
         waited = time.monotonic() - self._start
         if waited > PATIENCE:
             raise RuntimeError(
-                f"{who} did not come within {PATIENCE:g} s of the job's start. See what it printed; every rank must be "
+                f"{who} did not start within {PATIENCE:g} s of the job's start. See its output. Every rank must be "
                 "started with the same address and number of ranks."
             )
         if waited > self._word:

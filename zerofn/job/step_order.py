@@ -74,7 +74,10 @@ class Meetings:
         `what`: for people. `detail`: what else must be the same, such as a shape.
         """
         if self.refused:
-            raise RuntimeError(f"{self.refused} communicates ({what}), which an eager_region may not: do it outside.")
+            raise RuntimeError(
+                f"{self.refused} communicates ({what}), which an eager_region may not do. Communicate "
+                "outside the region."
+            )
         if not self.captured:
             self._begin(group_named(group), what, _digest(what, detail))
 
@@ -216,9 +219,9 @@ def _difference(meeting: _Meeting) -> str:
         bytes(x[_DIGEST:].tolist()).decode(errors="replace").strip() for x in (meeting.mine, meeting.theirs)
     )
     said = [
-        f"ranks are out of step: at meeting {meeting.number}, rank {rank} does {mine!r} and rank {before} {theirs!r}"
-        + (", for another signature." if mine == theirs else "."),
-        "Every rank must run the same steps, evaluations and gathers in the same order; if a rank's loader has fewer "
+        f"ranks are out of step: at communication {meeting.number}, rank {rank} does {mine!r} and rank {before} does "
+        f"{theirs!r}" + (", for another signature." if mine == theirs else "."),
+        "Every rank must run the same steps, evaluations and gathers in the same order. If a rank's loader has fewer "
         "batches, write `for batch in zerofn.even(loader)`. No state was written.",
     ]
     store = store_of_job()
