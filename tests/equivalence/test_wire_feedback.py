@@ -153,7 +153,7 @@ def refused():
     with pytest.raises(ValueError, match="sharded with feedback=True, .*Write state.value_and_grad"):
         zerofn.value_and_grad(small_loss)(state.params, x)
     for reduce in ("microbatch", "round"):
-        with pytest.raises(ValueError, match=f"reduce='{reduce}' sends gradients several times in a step, and fee"):
+        with pytest.raises(ValueError, match=f"reduce='{reduce}' sends gradients several times in a step, but fee"):
             zerofn.accumulate(state.value_and_grad(small_loss), 2, reduce=reduce)(x)
 
     def twice(state, x):

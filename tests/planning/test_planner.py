@@ -175,7 +175,7 @@ def test_shard_takes_what_is_recommended():
     assert state.params.spec.stage == table.best.config.stage
     with pytest.raises(ValueError, match="needs stage='auto'. Write table = zerofn.plan"):
         zerofn.shard(init_state, stage="auto")
-    with pytest.raises(ValueError, match="go together"):
+    with pytest.raises(ValueError, match="needs plan="):
         zerofn.shard(init_state, stage=3, plan=table)
     for given in ({"precision": "bf16"}, {"wire": "bf16"}):
         with pytest.raises(ValueError, match="reads precision, offload, hpz and wire from the plan"):
@@ -313,7 +313,8 @@ def test_rows_are_those_of_a_ranks_batch():
     ({"stage": 4}, "stage=4.* is not known"),
     ({"remat": "some"}, "remat='some'.* is not known"),
     ({"precision": "bf8"}, "bf8"),
-    ({"precision": "fp8", "machine": "A100-8"}, "needs an NVIDIA GPU.*this is machine 'A100-8', which has no 'float8"),
+    ({"precision": "fp8", "machine": "A100-8"}, "needs an NVIDIA GPU.*this device is machine 'A100-8', which has no "
+                                                "'float8"),
     ({"memory": "some"}, "is no amount of memory"),
 ])  # fmt: skip
 def test_bad_input(options, said):

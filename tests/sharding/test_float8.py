@@ -26,7 +26,7 @@ def test_a_rule_of_ones_own_is_asked_for_names():
     assert rule.why_not("head", weight(96, 32), 96) == ""  # one's own word counts
     assert rule.why_not("down", weight(64, 32), 96) == "Fp8(where) leaves it out"
     with pytest.raises(
-        ValueError, match=r"takes 'odd', a weight of \[64, 24\], and .* let where\('odd'\) return False"
+        ValueError, match=r"selects 'odd', a weight of \[64, 24\], but .* let where\('odd'\) return False"
     ):
         rule.why_not("odd", weight(64, 24), 96)
     with pytest.raises(TypeError, match="where must be a function of 1 argument"):

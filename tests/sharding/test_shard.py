@@ -313,7 +313,7 @@ def refusals():
     bad = {
         r"\(a dict\) has no entry 'params'": (ValueError, lambda: shard({"weights": draw()})),
         r"\(a Linear\) has no entry 'params'": (ValueError, lambda: shard(net)),
-        r"\(a Tensor\) has no entry 'params'": (ValueError, lambda: shard(lambda: torch.zeros(3))),
+        r"Tensor\) has no entry 'params'": (ValueError, lambda: shard(lambda: torch.zeros(3))),
         "'params' must be a container.*Tensor": (ValueError, lambda: shard({"params": torch.zeros(3)})),
         "'params' must be a container.*dict": (ValueError, lambda: shard({"params": {}})),
         "leaf 'params.name' is a str": (TypeError, lambda: shard({"params": draw() | {"name": "gpt"}})),

@@ -279,7 +279,7 @@ def several_ways():
     norms = zerofn.leaf_norms(state.params)
     for name, x in whole.items():
         torch.testing.assert_close(norms[name], x.norm(), rtol=1e-14, atol=0)
-    with pytest.raises(ValueError, match="sharded over 'data x replicate' alone"):
+    with pytest.raises(ValueError, match="sharded over 'data x replicate', not over"):
         zerofn.gather(state.params, axis="data")
 
 
@@ -291,7 +291,7 @@ def without_effect():
     mesh = Mesh.make(replicate=2, data=2)
     whole = {"params": dict(build().named_parameters())}
     for stage in (0, 1, 2):
-        with pytest.raises(ValueError, match=f"hpz=True has no effect at stage {stage}: .* Write stage=3"):
+        with pytest.raises(ValueError, match=f"hpz=True has no effect at stage {stage}, .* Write stage=3"):
             zerofn.shard(whole, stage=stage, mesh=mesh, hpz=True)
     with pytest.raises(ValueError, match="no effect on a mesh of data=4: it shards the state over an axis 'replicate'"):
         zerofn.shard(whole, mesh=Mesh.make(data=4), hpz=True)

@@ -360,7 +360,7 @@ def test_accumulate_cuts_in_order_and_raises_where_it_cannot():
     for n in (0, 1.5, "2", True):
         with pytest.raises(ValueError, match="n must be a positive integer"):
             accumulate(value_and_grad(loss_fn), n)
-    with pytest.raises(TypeError, match="expected the function that value_and_grad returns, got function"):
+    with pytest.raises(TypeError, match="vg must be the function that value_and_grad returns, got function"):
         accumulate(loss_fn, 2)
 
 

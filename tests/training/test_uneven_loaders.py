@@ -84,7 +84,7 @@ def test_one_process_gets_its_own_batches():
     assert [x["w"] for x in zerofn.even([{"a": 1}], pad="w")] == [1.0]
     with pytest.raises(TypeError, match="with pad='w', a batch must be a mapping, such as a dict; got int"):
         list(zerofn.even([1], pad="w"))
-    with pytest.raises(ValueError, match="has an entry 'w' already"):
+    with pytest.raises(ValueError, match="already has an entry 'w'"):
         list(zerofn.even([{"w": 1}], pad="w"))
     with pytest.raises(ValueError, match="the loader has no batch"):
         list(zerofn.even([], pad="w"))

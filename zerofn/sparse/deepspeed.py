@@ -242,7 +242,7 @@ def fixed(
     most = num_local_blocks // num_global_blocks if different_layout_per_head else 1
     if not 1 <= num_different_global_patterns <= most:
         raise ValueError(
-            f"sparse.deepspeed.fixed: num_different_global_patterns={num_different_global_patterns}must be from 1 to "
+            f"sparse.deepspeed.fixed: num_different_global_patterns={num_different_global_patterns} must be from 1 to "
             f"{most}. The largest is num_local_blocks / num_global_blocks with different_layout_per_head, and 1 "
             "without."
         )

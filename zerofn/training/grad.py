@@ -142,8 +142,8 @@ def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     """
     if not hasattr(vg, "with_microbatches"):
         raise TypeError(
-            f"accumulate: expected the function that value_and_grad returns, got {type(vg).__name__}. "
-            "Write zerofn.accumulate(state.value_and_grad(loss_fn), n)."
+            f"accumulate: vg must be the function that value_and_grad returns, got {type(vg).__name__}. Write "
+            "zerofn.accumulate(state.value_and_grad(loss_fn), n)."
         )
     if not isinstance(n, int) or isinstance(n, bool) or n < 1:
         raise ValueError(f"accumulate: n must be a positive integer, got {n!r}.")

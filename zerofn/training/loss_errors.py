@@ -57,7 +57,7 @@ def _difference(params: Any, grads: Any) -> str:
     """Return what gradients lack or have too much, "" if they fit."""
     if grads is None or tree.structure(grads).is_leaf() and not tree.structure(params).is_leaf():
         one = f"one tensor of shape {tuple(grads.shape)}" if isinstance(grads, Tensor) else told(grads)
-        return f"got {one}instead of a tree of gradients"
+        return f"got {one} instead of a tree of gradients"
     ours, theirs = (
         {tree.name_of(path): x for path, x in zip(*tree.flatten_with_path(t, is_leaf=is_sharded)[:2], strict=True)}
         for t in (params, grads)

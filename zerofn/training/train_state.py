@@ -33,7 +33,7 @@ from .loss_errors import check_gradients
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
 
 _ANEW = (
-    "To shard the state again, with new moments, write "
+    "To shard the state again, with new moments: "
     "zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard(state.params), tx={tx}, "
     "frozen={frozen}).replace(step=state.step, rng=state.rng))."
 )
