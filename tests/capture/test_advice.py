@@ -171,7 +171,7 @@ def test_a_function_of_a_name_that_asks_for_a_leaf_is_told_so(option):
         return zerofn.shard(zerofn.TrainState.create(params=params, tx=tx, **frozen), **unit)
 
     text = failure(call)
-    assert f"{option} is asked about names: its argument is a str such as 'a.bias'" in text
+    assert f"{option} receives names: its argument is a str such as 'a.bias'" in text
 
 
 NAMES = {"h.0.attn.weight": torch.ones(3, 3), "h.0.attn.bias": torch.ones(3), "out.bias": torch.ones(3)}
@@ -384,9 +384,9 @@ def test_a_mistake_in_an_eager_step_says_what_to_write(name):
 
 
 SPECIAL = {
-    "quantised": (lambda x: torch.ops.aten.quantize_per_tensor(x, 0.1, 0, torch.qint8), "give x.dequantize()"),
-    "onednn": (lambda x: x.to_mkldnn(), "give x.to_dense()"),
-    "meta": (lambda x: x.to("meta"), "a shape and no values"),
+    "quantised": (lambda x: torch.ops.aten.quantize_per_tensor(x, 0.1, 0, torch.qint8), "pass x.dequantize()"),
+    "onednn": (lambda x: x.to_mkldnn(), "pass x.to_dense()"),
+    "meta": (lambda x: x.to("meta"), "a shape but no values"),
 }
 
 

@@ -95,7 +95,7 @@ def spoil(folder: Path) -> dict[str, str]:
         "other name": "has no leaf 'extra.average_of.average",
         "empty": "not a complete checkpoint",
         "a file": "is a file, but a checkpoint is a folder",
-        "nowhere": r"is not there.*The checkpoints in .* are \[",
+        "nowhere": r"does not exist.*The checkpoints in .* are \[",
     }
 
 

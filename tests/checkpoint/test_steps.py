@@ -141,7 +141,7 @@ def test_a_link_is_not_saved_through(tmp_path):
     before = (old / "step-00000001/manifest.json").read_bytes()
     checkpoints = zerofn.Checkpoints(new, signals=())
     state = checkpoints.restore_or({"w": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"is a link, so what is saved would replace .*old/step-00000001"):
+    with pytest.raises(CheckpointError, match=r"is a link, so saving would overwrite .*old/step-00000001"):
         checkpoints.save(state)
     assert (old / "step-00000001/manifest.json").read_bytes() == before
     checkpoints.after_step(state)

@@ -25,8 +25,8 @@ def test_a_donated_state_says_so():
     ):
         with pytest.raises(
             RuntimeError,
-            match=r"given to train_step and its memory belongs to the state it returned; "
-            r"use that one, which the compiled step also has as `.state`\..*zerofn.copy\(state\), or write "
+            match=r"donated to train_step, and its memory belongs to the state that train_step returned. "
+            r"Use the returned state, which the compiled step also has as `.state`\..*zerofn.copy\(state\), or write "
             r"compile\(\.\.\., donate=False\)",
         ):
             use()
@@ -88,9 +88,9 @@ def holders(stage):
     kept, part = tree.tree_map(lambda x: x, state), state.params["0"]
     state, _ = zerofn.compile(train_step_of(module))(state, batch_of(rank()))
     for use in (lambda: zerofn.unshard(kept), lambda: part.shards, lambda: zerofn.gather(kept.params)):
-        with pytest.raises(RuntimeError, match="given to train_step"):
+        with pytest.raises(RuntimeError, match="donated to train_step"):
             use()
-    assert "donated: This state was given to train_step" in repr(kept.params) and "donated" in repr(kept)
+    assert "donated: This state was donated to train_step" in repr(kept.params) and "donated" in repr(kept)
     assert state.params.shards[0].isfinite().all()
 
 
@@ -106,7 +106,7 @@ def test_another_step_is_told_too():
     plain = zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.sgd(1e-2))
     state = tree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, plain)
     zerofn.compile(train_step_of(module))(state, batch_of())
-    with pytest.raises(RuntimeError, match="given to train_step"):
+    with pytest.raises(RuntimeError, match="donated to train_step"):
         zerofn.compile(lambda s, b: loss_of(module)(s.params, b))(state, batch_of())
 
 

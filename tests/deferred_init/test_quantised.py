@@ -45,7 +45,7 @@ def test_every_way_in_says_so_before_anything_is_built():
         lambda: zerofn.TrainState.create(params=params(), tx=tx),
     ]
     for way in ways:
-        with pytest.raises(TypeError, match="is a Packed, a class of parameters that are stored quantised.*at stage 3"):
+        with pytest.raises(TypeError, match="is a Packed, a class of quantised parameters.*at stage 3"):
             way()
 
 

@@ -146,10 +146,10 @@ def other_rows():
     step = zerofn.compile(train_step)
     state = zerofn.shard(init_state, mesh=mesh, cuts=cuts)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="ranks 0 and 1 work on the same rows, and have different batches"):
+        with pytest.raises(RuntimeError, match="ranks 0 and 1 must have the same rows, but their batches differ"):
             step(state, torch.ones(4, 7, dtype=torch.float64) * mesh.axis("tensor").rank)
     scaled = zerofn.compile(lambda state, batch: train_step(state, batch["x"] * batch["scale"]))
-    with pytest.raises(RuntimeError, match="ranks 0 and 1 work on the same rows, and have different batches"):
+    with pytest.raises(RuntimeError, match="ranks 0 and 1 must have the same rows, but their batches differ"):
         scaled(state, {"x": torch.ones(4, 7, dtype=torch.float64), "scale": 1.0 + mesh.axis("tensor").rank})
     state, _ = step(state, torch.ones(4, 7, dtype=torch.float64))
     before = zerofn.unshard(state)

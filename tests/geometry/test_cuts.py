@@ -42,7 +42,7 @@ def test_fewer_heads_than_ranks():
 
 @pytest.mark.parametrize("options", [{}, {"parts": 3}, {"unit": 4}])
 def test_a_dim_of_size_0_is_refused(options):
-    with pytest.raises(ValueError, match="dim 1 has size 0, and nothing to share; leave it whole"):
+    with pytest.raises(ValueError, match="dim 1 has size 0 and cannot be cut; leave it whole"):
         equal("tensor", 1, 0, 2, **options)
 
 

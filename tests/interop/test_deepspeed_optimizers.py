@@ -103,7 +103,7 @@ def test_codes_that_a_schedule_never_comes_to_are_told():
             warnings.simplefilter("always")
             optimizer_of(Section(config, ""), None)
         found = [str(x.message) for x in told]
-        assert ["sends signs from step 400 on, and the scheduler's total_num_steps is 400" in x for x in found] == (
+        assert ["sends signs from step 400 on, but the scheduler's total_num_steps is 400" in x for x in found] == (
             [True] * (total == 400)
         )
 

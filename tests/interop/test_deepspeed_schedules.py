@@ -88,7 +88,7 @@ def test_without_a_schedule_the_rate_is_the_optimizers():
         ),
         ("WarmupLR", {"warmup_num_steps": 0}, "expected a whole number of 1 or more, got 0"),
         ("WarmupLR", {"warmup_type": "cosine"}, "expected one of log, linear, got 'cosine'"),
-        ("WarmupLR", {"last_batch_iteration": 7}, "counts the state's own updates; load a checkpoint"),
+        ("WarmupLR", {"last_batch_iteration": 7}, "counts the updates of the state. Load a checkpoint"),
         ("WarmupDecayLR", {}, "total_num_steps is missing"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}, 'says "cycle_momentum": false'),
         ("OneCycle", {"cycle_momentum": False, "cycle_max_lr": 1.0}, "cycle_min_lr is missing"),

@@ -50,7 +50,7 @@ def test_the_step_is_one_that_trains(tmp_path):
         ({"hidden_size": 3}, 'it has no "model_type"'),
         ([1], 'it has no "model_type"'),
         ({"model_type": "nonesuch"}, "knows no model_type 'nonesuch'"),
-        ({"model_type": "vit"}, "no language model of the kind 'vit'"),
+        ({"model_type": "vit"}, "no language model of type 'vit'"),
         ({"model_type": "gpt2", "n_positions": 8}, "--context 16: GPT2LMHeadModel of this config has 8 positions"),
     ],
 )
@@ -60,12 +60,12 @@ def test_what_is_no_config_is_a_sentence(tmp_path, config, message):
 
 
 def test_no_file_and_no_tokens(tmp_path):
-    with pytest.raises(FileNotFoundError, match="there is no config '.*none.json'"):
+    with pytest.raises(FileNotFoundError, match="the config '.*none.json' does not exist"):
         step_of(tmp_path / "none.json", 16)
     with pytest.raises(ValueError, match="must be 1 or more, got 0 and 1"):
         step_of(written(tmp_path, LLAMA), 0)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is no JSON"):
+    with pytest.raises(ValueError, match="config.json is not JSON"):
         step_of(tmp_path, 16)
 
 

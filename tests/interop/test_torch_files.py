@@ -50,14 +50,14 @@ def test_records_that_are_larger_than_their_file():
 
 @pytest.mark.parametrize("data", [b"", b"x" * 50, b"\x80\x02}q\x00.", saved({"w": torch.ones(5)})[:-30]])
 def test_bytes_that_are_no_archive_are_refused(data):
-    with pytest.raises(zerofn.CheckpointError, match="a file is damaged, or no file of torch.save"):
+    with pytest.raises(zerofn.CheckpointError, match="a file is damaged, or was not written by torch.save"):
         check_size(io.BytesIO(data), len(data), "a file")
 
 
 def test_what_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "nowhere", ""):
-        with pytest.raises(zerofn.CheckpointError, match="is no file, or is not there"):
+        with pytest.raises(zerofn.CheckpointError, match="does not exist, or is not a file"):
             check_file(tmp_path / name, "load")
 
 

@@ -159,7 +159,7 @@ DIFFER = {  # what rank 1 has, and what all ranks hear
     "its cuts' schedule": ({"schedule": "gpipe"}, "zerofn.shard: ranks differ(?s:.)*by 'gpipe'"),
     "cuts": ({"layers": LAYERS - 1}, "zerofn.shard: ranks differ(?s:.)*on stage 0 of a line of 2 ranks"),
     "passes": ({"options": {"passes": without_cut}}, "ranks differ"),
-    "rows": ({"rows": 1}, "work on the same rows, and have different batches. Along 'pipe'"),
+    "rows": ({"rows": 1}, "must have the same rows, but their batches differ. Ranks along 'pipe'"),
 }
 
 

@@ -21,10 +21,10 @@ def test_a_hostfile(tmp_path):
         ("one slots=2 max=3\n", "line 1: .*got 'one slots=2 max=3'"),
         ("one slots=2\n# more\none slots=1\n", "line 3: 'one' is there already, in line 1"),
         ("one slots=0\n", "line 1: 'one' has no slots"),
-        ("# nothing\n", "there is no machine in it"),
+        ("# nothing\n", "lists no machine"),
         ("-oProxyCommand=x slots=2\n", "line 1: '-oProxyCommand=x' is no machine's name: ssh would"),
-        ("one slots=3000000000\n", "line 1: 'one' has slots=3000000000, and 4,096 are the most"),
-        (f"one slots={'9' * 9_999}\n", "and 4,096 are the most"),
+        ("one slots=3000000000\n", "line 1: 'one' has slots=3000000000, but a machine may have at most 4,096"),
+        (f"one slots={'9' * 9_999}\n", "but a machine may have at most 4,096"),
     ],
 )
 def test_hostfiles_that_are_none(tmp_path, text, message):
@@ -32,7 +32,7 @@ def test_hostfiles_that_are_none(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         hosts_of(path)
-    with pytest.raises(FileNotFoundError, match="there is no hostfile"):
+    with pytest.raises(FileNotFoundError, match="the hostfile .* does not exist"):
         hosts_of(tmp_path / "none")
 
 
@@ -54,12 +54,12 @@ def test_choices(given, found):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"include": "one", "exclude": "two"}, "give one of them"),
-        ({"include": "three"}, "--include three: there is no machine 'three'; there are one, two"),
+        ({"include": "one", "exclude": "two"}, "use only one of them"),
+        ({"include": "three"}, "--include three: machine 'three' is not in the hostfile, which has one, two"),
         ({"exclude": "two:2"}, "--exclude two:2: 'two' has no slot '2'; it has 0, 1"),
         ({"include": "two:a"}, "'two' has no slot 'a'"),
-        ({"include": ""}, "there is no machine ''"),
-        ({"exclude": "one@two"}, "no slot is left"),
+        ({"include": ""}, "machine '' is not in the hostfile"),
+        ({"exclude": "one@two"}, "excludes all slots"),
     ],
 )
 def test_choices_that_cannot_be(given, message):

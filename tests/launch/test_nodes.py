@@ -56,7 +56,10 @@ def test_one_that_fails_ends_all(ssh, tmp_path):
     lasts, fails = order(LASTS), order("import time; time.sleep(1.5); raise SystemExit(3)")
     lasts["command"].append(str(tmp_path / "pids"))
     began = time.monotonic()
-    with pytest.raises(LaunchError, match="b ended with exit code 3; see its lines above. All others were ended"):
+    with pytest.raises(
+        LaunchError,
+        match="b ended with exit code 3. See its output above. The processes on all other machines were ended",
+    ):
         run_on({"a": lasts, "b": fails}, over_ssh, io.StringIO())
     assert time.monotonic() - began < 10 and (tmp_path / "pids").exists()
     assert alive(tmp_path / "pids") == []
@@ -77,8 +80,11 @@ def test_nothing_starts_if_one_cannot_be_reached(ssh, tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"cwd": "/nowhere/at/all"}, "b: there is no folder '/nowhere/at/all' here; the job needs the same files"),
-        ({"script": "nothing.py"}, "b: there is no script 'nothing.py' here"),
+        (
+            {"cwd": "/nowhere/at/all"},
+            "b: the folder '/nowhere/at/all' does not exist on this machine. The job needs the same files",
+        ),
+        ({"script": "nothing.py"}, "b: the script 'nothing.py' does not exist on this machine"),
     ],
 )
 def test_what_a_machine_lacks_is_told_before_anything_starts(ssh, more, message):
@@ -191,5 +197,5 @@ def test_how_machines_are_reached(monkeypatch):
     assert over_ssh("worker-1", 2222)[-4:-1] == ["-p", "2222", "worker-1"]
     assert over_slurm("n1")[:2] == ["srun", "--overlap"] and "--nodelist=n1" in over_slurm("n1")
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(LaunchError, match="a: there is no program 'ssh' here"):
+    with pytest.raises(LaunchError, match="a: cannot be reached, because the program 'ssh' is not installed"):
         nodes.run_on({"a": order("")}, over_ssh)

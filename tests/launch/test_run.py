@@ -132,5 +132,5 @@ def test_what_cannot_travel_is_a_sentence():
 
 @pytest.mark.whole
 def test_in_a_rank_it_says_what_to_call():
-    with pytest.raises(RuntimeError, match="this process is a rank already"):
+    with pytest.raises(RuntimeError, match="this process is already a rank"):
         zerofn.run(lambda: zerofn.run(print), ranks=1)

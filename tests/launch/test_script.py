@@ -80,10 +80,10 @@ def test_a_script_that_is_to_be_started_again(ssh, script, tmp_path):  # noqa: F
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (Launch("none.py"), "there is no script 'none.py'"),
+        (Launch("none.py"), "the script 'none.py' does not exist"),
         (Launch("train.py", ranks=0), "--ranks must be 1 or more, got 0"),
-        (Launch("train.py", hostfile="none"), "there is no hostfile 'none'"),
-        (Launch("train.py", include="a"), "--include and --exclude choose from a hostfile"),
+        (Launch("train.py", hostfile="none"), "the hostfile 'none' does not exist"),
+        (Launch("train.py", include="a"), "--include and --exclude select machines of a hostfile"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(script, asked, message):

@@ -156,7 +156,7 @@ def test_a_thread_saves_whole_states_beside_the_steps(tmp_path):
             try:
                 zerofn.save(tmp_path / f"{len(saved)}", box[0])
             except RuntimeError as error:
-                assert "This state was given to count_up" in str(error)
+                assert "This state was donated to count_up" in str(error)
             else:
                 saved.append(tmp_path / f"{len(saved)}")
 
@@ -195,7 +195,7 @@ def test_one_of_two_threads_that_step_one_state_is_refused():
     state = step(zerofn.shard(counter), torch.zeros(1))[0]
     found = in_threads(*[lambda: step(state, torch.zeros(1))[0]] * 2)
     errors = [x for x in found if isinstance(x, Exception)]
-    assert len(errors) == 1 and "This state was given to count_up" in str(errors[0])
+    assert len(errors) == 1 and "This state was donated to count_up" in str(errors[0])
     (new,) = (x for x in found if not isinstance(x, Exception))
     assert zerofn.unshard(new.params)["w"].unique().tolist() == [2.0]
 

@@ -47,7 +47,7 @@ def test_without_a_key_they_are_the_steps_own(draw):
     with zerofn.random.randomness(key(0)):
         assert torch.equal(draw(x), a)
     assert not torch.equal(a, b)
-    with zerofn.random.randomness(None), pytest.raises(RuntimeError, match="is random, and no key was given"):
+    with zerofn.random.randomness(None), pytest.raises(RuntimeError, match="is random, but has no key"):
         draw(x)
 
 

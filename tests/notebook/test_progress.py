@@ -114,7 +114,7 @@ def test_what_cannot_be_is_a_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ImportError, match="trackio is not installed: pip install trackio"):
         zerofn.progress([], to="trackio")
-    with pytest.raises(TypeError, match="got tuple; write state, metrics = step"):
+    with pytest.raises(TypeError, match="got tuple. Write state, metrics = step"):
         zerofn.progress([]).log((1, 2))
 
 
@@ -179,5 +179,5 @@ def test_operations_a_second(clocked, monkeypatch, capsys):
     bar = zerofn.progress(BATCHES[:2], every=2, step=zerofn.compile(lambda state, x: state))
     list(bar)
     assert "tflops" not in bar.records[0]
-    with pytest.raises(TypeError, match="step= is what zerofn.compile returned, got int"):
+    with pytest.raises(TypeError, match="step= must be the step that zerofn.compile returned, got int"):
         zerofn.progress(BATCHES, step=3)

@@ -116,7 +116,7 @@ def refusals():
             lambda: context(transformers.Llama4ForCausalLM(chunked), mesh, method="ring"),
             "Llama4.* not over chunks of 4; write method='ulysses'",
         ),
-        (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share the sequences of their rows"),
+        (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share sequences along"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "batch = zerofn.parallel.split_seq"),
         (lambda: stepped(mesh, own), "labels that are shifted before"),
         (lambda: stepped(mesh, split_sequence(batch, mesh, shift=False)), "labels that are shifted before"),

@@ -321,7 +321,7 @@ def test_lists_that_are_refused():
     with pytest.raises(ValueError, match="once each, in this order"):
         compiled(lambda known: known[::-1])
     for wrong in (Pass(tanh_gelu), [tanh_gelu], "donate"):
-        with pytest.raises(TypeError, match="neither a list of zerofn.Pass, nor a function"):
+        with pytest.raises(TypeError, match="must be a list of zerofn.Pass, or a function"):
             zerofn.compile(train_step_of(MODULE), passes=wrong)
 
 

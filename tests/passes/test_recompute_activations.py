@@ -203,8 +203,8 @@ def no_backward(state, batch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"remat": "some"}, "remat='some' is not known; there are 'full', 'auto' and None"),
-        ({"remat": "auto", "memory": "1GB"}, "decides what is computed again; leave remat='auto' out"),
+        ({"remat": "some"}, "remat='some' is not known; expected 'full', 'auto' or None"),
+        ({"remat": "auto", "memory": "1GB"}, "chooses which activations are recomputed. Leave remat='auto' out"),
     ],
 )
 def test_options_that_cannot_be(options, message):

@@ -180,14 +180,14 @@ def test_all_are_damaged_or_of_another_model(tmp_path, caplog):
     flip(tmp_path, 2)
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="all 2 checkpoints in .* are damaged"):
         losses(tmp_path, [])
-    assert sum("is passed over: " in r.getMessage() for r in caplog.records) == 2
+    assert sum("is skipped: " in r.getMessage() for r in caplog.records) == 2
 
 
 def test_another_job_in_the_folder(tmp_path):
     first = losses(tmp_path, [1.0])
     with instead(owner.ThisProcess()):
         second = losses(tmp_path, [1.0, 2.0])
-    with pytest.raises(CheckpointError, match=r"step-00000002 was saved by another job .*each run needs a folder"):
+    with pytest.raises(CheckpointError, match=r"step-00000002 was saved by another job .*Use a different folder"):
         first.save({"w": torch.ones(3)})
     assert second.steps() == [1, 2, 3]
 
@@ -213,10 +213,10 @@ def test_a_run_stops_and_saves_when_its_time_is_over(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"every": 0}, "every is a number of steps"),
-        ({"keep": 0}, "keep is a number"),
-        ({"keep_best": "loss"}, "keep_best is a metric and 'min' or 'max'"),
-        ({"keep_best": ("loss", "min"), "keep": None}, "keep_best would do nothing"),
+        ({"every": 0}, "every must be a number of steps"),
+        ({"keep": 0}, "keep must be a number"),
+        ({"keep_best": "loss"}, "keep_best must be a metric and 'min' or 'max'"),
+        ({"keep_best": ("loss", "min"), "keep": None}, "keep_best has no effect"),
         ({"loader": [1]}, r"a list has not. torchdata's StatefulDataLoader has"),
         ({"time_limit": 0}, "seconds above 0"),
     ],
@@ -229,13 +229,13 @@ def test_options_that_make_no_sense(tmp_path, options, words):
 def test_a_folder_that_cannot_be_one_is_told_before_the_first_step(tmp_path, monkeypatch, caplog):
     (tmp_path / "a").write_text("mine")
     for path in (tmp_path / "a", tmp_path / "a/b"):
-        with pytest.raises(CheckpointError, match="a is a file, so .* can be no folder; give another path"):
+        with pytest.raises(CheckpointError, match="a is a file, so .* cannot be a folder. Choose another path"):
             zerofn.Checkpoints(path, signals=()).restore_or({})
     monkeypatch.setattr("os.access", lambda path, mode: False)
     zerofn.Checkpoints(tmp_path / "b/c", signals=()).restore_or({})
     assert not caplog.text
     zerofn.Checkpoints(tmp_path / "b/c", every=3, signals=()).restore_or({})
-    assert f"nothing may be written to {tmp_path}, so the first save will fail" in caplog.text
+    assert f"{tmp_path} is not writable, so the first save will fail" in caplog.text
 
 
 def test_metrics_are_real_numbers(tmp_path):
@@ -251,10 +251,10 @@ def test_the_order_of_calls(tmp_path):
     checkpoints = zerofn.Checkpoints(tmp_path, signals=())
     with pytest.raises(ValueError, match=r"after_step: call restore_or\(state\) first"):
         checkpoints.after_step({})
-    with pytest.raises(ValueError, match="no checkpoint is better"):
+    with pytest.raises(ValueError, match="the best checkpoint is not defined"):
         checkpoints.best_step()
     checkpoints.restore_or({})
-    with pytest.raises(ValueError, match="restore_or was called before"):
+    with pytest.raises(ValueError, match="restore_or was already called"):
         checkpoints.restore_or({})
 
 

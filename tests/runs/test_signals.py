@@ -119,7 +119,7 @@ def test_another_librarys_handler_stays_and_may_keep_ours(tmp_path, handlers, ca
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             checkpoints.after_step({"w": torch.zeros(3)})
-    assert caplog.text.count("SIGTERM: another handler was set since restore_or") == 1
+    assert caplog.text.count("SIGTERM: the program set another signal handler after restore_or") == 1
     other = begun(tmp_path / "b")  # over theirs
     signal.raise_signal(TERM)
     assert theirs == handlers == []
@@ -146,7 +146,7 @@ def test_it_begins_in_the_main_thread_alone(tmp_path):
     told = []
 
     def begin():
-        with pytest.raises(ValueError, match="signals are handled in the main thread alone"):
+        with pytest.raises(ValueError, match="Python handles signals in the main thread only"):
             begun(tmp_path)
         told.append(True)
 

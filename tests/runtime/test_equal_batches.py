@@ -34,6 +34,6 @@ def test_equal_batches_are_told_by_the_first_rank(ranks, equal, evaluating):
     first, *others = ranks(3, told, equal, evaluating)
     assert others == [[], []]
     assert first == [
-        "train_step: all 3 ranks have the same batch, so they all do the work of one. Give each rank its own part, "
-        "such as with zerofn.sampler(dataset, mesh)."
+        "train_step: all 3 ranks have the same batch, so they all compute the same. Use different rows on each rank: "
+        "zerofn.sampler(dataset, mesh)."
     ] * (equal and not evaluating)

@@ -157,6 +157,6 @@ def test_numbers_values_and_settings_that_differ_are_told_on_all_ranks(ranks, st
     assert [x.split("rank ")[0] for x in here] == [x.split("rank ")[0] for x in there]
     rate, extra, *params, setting = here
     assert "bernoulli" in rate and "0.75" in rate and "0.5" in rate and f"along '{axis}' must run the same" in rate
-    assert "other values of 'extra'" in extra
-    assert all("other values of 'params.w'" in x for x in params)
+    assert "different values of 'extra'" in extra
+    assert all("different values of 'params.w'" in x for x in params)
     assert "torch.backends.cuda.matmul.fp32_precision: " in setting

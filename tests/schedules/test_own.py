@@ -51,7 +51,7 @@ def test_a_schedule_goes_with_stages_where_they_lie():
     ):
         line.by(make("zbv", 2, 4))
     with pytest.raises(
-        ValueError, match="schedule is of 2 microbatches, and the step has 4; write zerofn.accumulate.v"
+        ValueError, match="schedule is for 2 microbatches, but the step has 4. Write zerofn.accumulate.v"
     ):
         line.by(mine).of(4)
 

@@ -514,7 +514,7 @@ def draws():
     assert torch.equal(unshard(grads)["w"], unshard(equal)["w"])
     assert torch.equal(torch.get_rng_state(), before)
     (_, masks), _ = accumulate(vg, 4)(p, x)
-    with pytest.raises(RuntimeError, match=r"is random, and no key was given.*rng=state.rng_at\(\)"):
+    with pytest.raises(RuntimeError, match=r"is random, but has no key.*rng=state.rng_at\(\)"):
         value_and_grad(noisy, has_aux=True)(p, x)
     return mask, masks
 

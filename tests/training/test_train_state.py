@@ -435,7 +435,7 @@ def test_create():
 def test_a_state_that_was_given_away_says_so():
     old = shard(TrainState.create(params=params(), tx=TRANSFORMATIONS["adamw"](), extra=params()))
     new, _ = zerofn.compile(lambda s, xy: (s.apply_gradients(s.value_and_grad(loss_fn)(*xy)[1]), {}))(old, batch(0))
-    assert "params: Sharded(donated: This state was given to" in repr(old)
+    assert "params: Sharded(donated: This state was donated to" in repr(old)
     assert "opt_state: tuple with 2 Sharded trees, 2 donated, 0 bytes here" in repr(old)
     assert "donated" not in repr(new)
 

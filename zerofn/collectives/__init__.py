@@ -113,8 +113,8 @@ def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -
     counted = _from_last(x, dim, "reduce_scatter")
     if x.shape[counted] % where.size:
         raise ValueError(
-            f"reduce_scatter: dim {dim} has {x.shape[counted]} elements, which {where.size} ranks of "
-            f"axis {where.name!r} cannot share equally; pad it to a multiple."
+            f"reduce_scatter: dim {dim} has {x.shape[counted]} elements, which {where.size} ranks along {where.name!r} "
+            f"cannot divide equally. Pad this dim to a multiple of {where.size}."
         )
     return Linear.apply(ReduceScatter(where, dim=counted), x)[0]
 
@@ -192,7 +192,9 @@ def _mesh_of(like: Any) -> Mesh:
     nodes = tree.leaves(like, is_leaf=lambda x: hasattr(x, "spec"))
     found = next((x.spec.mesh for x in nodes if hasattr(x, "spec")), None)
     if found is None:
-        raise ValueError("collectives.mean: nothing in `like` is sharded, so it has no mesh; give a state, or a mesh.")
+        raise ValueError(
+            "collectives.mean: nothing in `like` is sharded, so `like` has no mesh. Pass a sharded state, or a mesh."
+        )
     return found
 
 
@@ -293,7 +295,7 @@ def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     tensor(0.5000)
     """
     where = (
-        present(lambda mesh: mesh.all, "same", "axis=mesh.all, of the mesh that you have made")
+        present(lambda mesh: mesh.all, "same", "axis=mesh.all, where mesh is the one you made")
         if axis is None
         else _axis(axis)
     )

@@ -24,8 +24,8 @@ def check_psum(x: Tensor, axis: Axis) -> None:
         return
     raise ValueError(
         f"psum over {axis.name!r} in a loss function: value_and_grad averages gradients over these {axis.size} ranks, "
-        f"so that they would be 1/{axis.size} of what they should be. Write zerofn.collectives.mean(x), or "
-        "all_reduce(x) for the sum; or leave it out, as the loss is averaged, too."
+        f"so gradients would be {axis.size} times too small. Write zerofn.collectives.mean(x), or all_reduce(x) for a "
+        "sum. Or leave psum out: value_and_grad also averages the loss."
     )
 
 

@@ -59,10 +59,10 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
     do not divide, and for fewer units than ranks where they do not divide these.
     """
     if not size:
-        raise ValueError(f"dim {dim} has size 0, and nothing to share; leave it whole")
+        raise ValueError(f"dim {dim} has size 0 and cannot be cut; leave it whole")
     whole, rest = divmod(size, parts * unit)
     if rest:
-        raise ValueError(f"{size} is no multiple of {parts * unit}")
+        raise ValueError(f"{size} is not a multiple of {parts * unit}")
     if whole < num:
         if num % whole:
             raise ValueError(f"{whole} parts cannot be shared by {num} ranks")
@@ -98,20 +98,20 @@ class Pipeline:
         if isinstance(schedule, Schedule):
             if [*map(schedule.placement.stages_of, range(schedule.ranks))] != [*map(has.stages_of, range(has.ranks))]:
                 raise ValueError(
-                    f"compile: the schedule is for {schedule.placement}, and the cuts are of {has}; write "
-                    "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule=...) with the same one."
+                    f"compile: the schedule is for {schedule.placement}, but the cuts are for {has}. Pass the same "
+                    "schedule to cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule=...)."
                 )
             return replace(self, schedule=schedule)
         row = NAMES.get(schedule)
         if row is not None and (row.style != has.style or has.chunks != row.chunks and not row.any_chunks):
             raise ValueError(
-                f"compile: schedule={schedule!r} is for {row.placement(has.ranks, row.chunks)}, and the cuts are of "
-                f"{has}; write cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule={schedule!r})."
+                f"compile: schedule={schedule!r} is for {row.placement(has.ranks, row.chunks)}, but the cuts are for "
+                f"{has}. Write cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch, schedule={schedule!r})."
             )
         if schedule == AUTO and self.costs is None:
             raise ValueError(
-                "compile: schedule='auto' needs the costs of stages; write "
-                "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch)."
+                "compile: schedule='auto' needs the costs of stages. Write cuts=zerofn.parallel.pipe(model, mesh, "
+                "loss_fn, batch)."
             )
         return replace(self, schedule=schedule)
 
@@ -120,9 +120,9 @@ class Pipeline:
         if isinstance(self.schedule, Schedule):
             if self.schedule.microbatches != microbatches:
                 raise ValueError(
-                    f"compile: the schedule is of {self.schedule.microbatches} microbatches, and the step has "
-                    f"{microbatches}; write zerofn.accumulate(vg, {self.schedule.microbatches}), or a schedule of "
-                    f"{microbatches}."
+                    f"compile: the schedule is for {self.schedule.microbatches} microbatches, but the step has "
+                    f"{microbatches}. Write zerofn.accumulate(vg, {self.schedule.microbatches}), or use a schedule for "
+                    f"{microbatches} microbatches."
                 )
             return replace(self.schedule, placement=self.placement)
         if self.schedule == AUTO:

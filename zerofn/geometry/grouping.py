@@ -29,8 +29,8 @@ def units_by_leaf(
         wrong = next((name for name, group in names.items() if not isinstance(group, str)), None)
         if wrong is not None:
             raise TypeError(
-                f"unit({wrong!r}) gives {names[wrong]!r}; it must give the name of a unit, a str, for "
-                "every leaf. Leave unit out for one unit a layer."
+                f"unit({wrong!r}) returns {names[wrong]!r}, but it must return the name of a unit, a str, for every "
+                "leaf. Leave unit out to get one unit for each layer."
             )
         return {i: names[tree.name_of(paths[i])] for i in order}
     members: dict[tuple[Hashable, str], list[int]] = {}

@@ -31,7 +31,7 @@ from .leaf_choices import is_learned, with_prefixes
 PART_MULTIPLE = 128  # elements: the smallest block that is sent with a scale of its own
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
 SHARD_MULTIPLE = 2048  # elements: a whole number of 256-element quantisation blocks and of vector widths
-_NO_NAME = "masks and labels are asked about a leaf, not its name"
+_NO_NAME = "masks and labels receive a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
@@ -72,7 +72,7 @@ class LeafInfo(NamedTuple):
         if hasattr(str, name):
             advice = f"{_NO_NAME}; write leaf.name.{name}"
         else:
-            advice = "it has name, shape, dtype, ndim and numel(), and no values"
+            advice = "a leaf has name, shape, dtype, ndim and numel(), but no values"
         raise AttributeError(f"a leaf has no {name!r}: {advice}.")
 
 
@@ -206,8 +206,8 @@ class Layout:
             outside = [leaf.name for leaf in unit.leaves if leaf.name not in names]
             if outside:
                 raise KeyError(
-                    f"params[{prefix!r}]: unit {unit.name!r} also holds {outside[0]!r}, so the part cannot be "
-                    f"cut out. Keep them apart with shard(..., unit=lambda path: ...)."
+                    f"params[{prefix!r}]: unit {unit.name!r} also holds {outside[0]!r}, so the entry cannot be taken "
+                    "out. Put them into separate units with shard(..., unit=lambda path: ...)."
                 )
         return self._keep(prefix, units)
 
@@ -235,7 +235,7 @@ def _nothing_under(name: str, layout: Layout) -> str:
     near = nearest(name, with_prefixes(layout.where))
     units = [u.name for u in layout.units]
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the units are {units}."
-    return f"params: no leaf lies under {name!r}; {hint}"
+    return f"params: no leaf is named {name!r} or below it; {hint}"
 
 
 def restrict(layout: Layout, keep: Callable[[Unit, Leaf], bool]) -> Layout:

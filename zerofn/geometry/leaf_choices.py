@@ -20,7 +20,7 @@ def ask_names(option: str, function: Callable[[str], Any], names: Iterable[str])
             out[name] = function(name)
         except AttributeError as error:
             if isinstance(error.obj, str):
-                note(error, f"{option} is asked about names: its argument is a str such as {name!r}.")
+                note(error, f"{option} receives names: its argument is a str such as {name!r}.")
             raise
     return out
 
@@ -32,8 +32,8 @@ def check_effect(what: str, function: Callable[..., Any], answers: Mapping[str, 
     near = [name for word in words_of(function) for name in nearest(word.strip("."), with_prefixes(answers))]
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(
-        f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are "
-        f"{some(answers)}. Leave it out if it is to select nothing."
+        f"{what} selects none of the {len(answers)} leaves, so it has no effect{hint} The leaves are {some(answers)}. "
+        "Leave it out to select nothing."
     )
 
 
@@ -50,8 +50,8 @@ def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> boo
     """
     if leaf.is_complex() and trainable(name):
         raise TypeError(
-            f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters are "
-            "not trained: hold torch.view_as_real(w) in params and write torch.view_as_complex(w) in the "
-            f"loss, or freeze it: TrainState.create(..., frozen=lambda name: name == {name!r})."
+            f"parameter {name!r} is {str(leaf.dtype).removeprefix('torch.')}, and complex parameters cannot be "
+            "trained. Store torch.view_as_real(w) in params, and write torch.view_as_complex(w) in the loss, or freeze "
+            f"the parameter: TrainState.create(..., frozen=lambda name: name == {name!r})."
         )
     return leaf.is_floating_point() and trainable(name)

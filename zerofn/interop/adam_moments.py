@@ -53,7 +53,7 @@ def with_moments(
     new = zerofn.tree_map(filled, opt_state, is_leaf=lambda x: isinstance(x, zerofn.optim.AdamState))
     if len(counts) != 1:
         raise zerofn.CheckpointError(
-            f"{what}: {source} has Adam's moments, and `like` has {len(counts)} AdamStates for them. Make it with "
-            "tx=zerofn.optim.adamw(...), or pass only='params'."
+            f"{what}: {source} has the moments of one Adam optimizer, but `like` has {len(counts)} AdamStates. Make "
+            "`like` with tx=zerofn.optim.adamw(...), or pass only='params'."
         )
     return new, counts[0]

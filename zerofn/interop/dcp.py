@@ -45,7 +45,7 @@ def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
     if only == "params":
         return dataclasses.replace(like, params=params)
     if only is not None:
-        raise ValueError(f"load_dcp: only={only!r} is not known; there are 'params' and None.")
+        raise ValueError(f"load_dcp: only={only!r} is not known; expected 'params' or None.")
 
     def find(tree: Any, kind: str) -> Mapping[str, Any]:
         learned = names_of(tree)

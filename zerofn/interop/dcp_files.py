@@ -55,8 +55,8 @@ class Saved:
         missing = min(lacking.values(), key=len)[0] if lacking else names[0]
         some = ", ".join(list(self._tensors)[:3])
         raise zerofn.CheckpointError(
-            f"load_dcp: {self.path} has no {missing + suffix!r} below any prefix; it has {some}, ... "
-            f"({len(self._tensors)} tensors). Build `like` with the model that was saved"
+            f"load_dcp: {self.path} has no {missing + suffix!r}, with any prefix; its tensors are {some}, ... "
+            f"({len(self._tensors)} in all). Build `like` with the saved model"
             + (", or pass only='params'." if suffix else ".")
         )
 
@@ -73,7 +73,8 @@ class Saved:
         value = float(stored.whole()) if math.prod(stored.shape) == 1 and not stored.dtype.is_complex else -1.0
         if not 0 <= value < 2**53:
             raise zerofn.CheckpointError(
-                f"load_dcp: {self.path}: {key!r} is no number of steps: it has shape {stored.shape}, and value {value}."
+                f"load_dcp: {self.path}: {key!r} must be a number of steps, but has shape {stored.shape} and value "
+                f"{value}."
             )
         return int(value)
 
@@ -117,7 +118,7 @@ class _Reader(dcp.FileSystemReader):
         if self._known is None:
             if not self._file.is_file():
                 raise zerofn.CheckpointError(
-                    f"load_dcp: {self._file} is not there; give the folder that torch.distributed.checkpoint.save "
+                    f"load_dcp: {self._file} does not exist. Pass the folder that torch.distributed.checkpoint.save "
                     "wrote."
                 )
             try:
@@ -133,7 +134,9 @@ class _Reader(dcp.FileSystemReader):
     def _checked(self, metadata: Any) -> Metadata:
         """Raise `zerofn.CheckpointError` unless tensors lie in files of this folder: nothing was looked at so far."""
         if not isinstance(metadata, Metadata):
-            raise zerofn.CheckpointError(f"load_dcp: {self._file} is no metadata of torch's checkpoints.")
+            raise zerofn.CheckpointError(
+                f"load_dcp: {self._file} is not the metadata of a torch.distributed.checkpoint."
+            )
         tensors, storage = (getattr(metadata, name, None) for name in ("state_dict_metadata", "storage_data"))
         sizes: dict[str, int] = {}
         try:
@@ -152,7 +155,7 @@ class _Reader(dcp.FileSystemReader):
     def _size(self, name: str) -> int:
         file = self._file.parent / name
         if Path(name).name != name or not file.is_file():
-            raise zerofn.CheckpointError(f"load_dcp: {file} is missing, or lies elsewhere; copy all files again.")
+            raise zerofn.CheckpointError(f"load_dcp: {file} is missing, or outside the folder. Copy all files again.")
         return file.stat().st_size
 
     def check(self, key: str, nbytes: int) -> None:
@@ -160,7 +163,9 @@ class _Reader(dcp.FileSystemReader):
         places, what = self._places.get(key, ()), f"load_dcp: {key!r} in {self._file.parent}"
         there = sum(info.length for info in places)
         if nbytes > there:
-            raise zerofn.CheckpointError(f"{what} has {nbytes:,} bytes, and the files have {there:,} of it.")
+            raise zerofn.CheckpointError(
+                f"{what} needs {nbytes:,} bytes, but the files contain {there:,} of them. Copy all files again."
+            )
         for info in places:
             with open(self._file.parent / info.relative_path, "rb") as opened:
                 check_size(cast("IO[bytes]", _Slice(opened, info.offset, info.length)), info.length, what)
@@ -240,8 +245,8 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise zerofn.CheckpointError(
-            f"load_dcp: the metadata wants to use {module}.{name} when it is read, and is not read: a pickle may "
-            "execute anything."
+            f"load_dcp: the metadata would call {module}.{name} when it is unpickled, so it is not read: a pickle can "
+            "execute any code."
         )
 
 

@@ -87,7 +87,9 @@ def from_deepspeed(
     if tx is None:
         tx, schedule = optimizer_of(top, moments)
     elif "optimizer" in given or "scheduler" in given:
-        raise ValueError("from_deepspeed: tx= would replace the configuration's optimizer; leave one of them out.")
+        raise ValueError(
+            "from_deepspeed: the configuration has an optimizer, which tx= would replace. Leave one of them out."
+        )
     tx = clipped(tx, top.number("gradient_clipping", 1.0, 0.0))
     offload = _offload(top("zero_optimization"))
     stage = _stage(top("zero_optimization"))
@@ -132,7 +134,7 @@ def _batch(top: Section, world: int) -> tuple[int | None, int]:
         said = ", ".join(f"{name}={top.values[name]}" for name in BATCH if top.values.get(name) is not None)
         raise ValueError(
             "from_deepspeed: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks "
-            f"cannot hold with {said} on {world} ranks. Leave one of the three out, and it follows from the others."
+            f"cannot hold with {said} on {world} ranks. Leave one of the three out: it follows from the other two."
         )
     return rows * steps, steps
 
@@ -148,11 +150,13 @@ def _precision(top: Section, bf16: Section, fp16: Section) -> Any:
     """Return a name or a `Precision`: both dtypes at once, and two dtypes for one thing, are errors."""
     types = top("data_types")
     if bf16.flag("enabled") and fp16.flag("enabled"):
-        raise ValueError("from_deepspeed: bf16.enabled and fp16.enabled are both true; choose one.")
+        raise ValueError("from_deepspeed: bf16.enabled and fp16.enabled are both true. Choose one.")
     name = "bf16" if bf16.flag("enabled") else "fp16" if fp16.flag("enabled") else "fp32"
     compute = types.word("param_dtype", _DTYPES, _DTYPES[name])
     if compute is not _DTYPES[name]:
-        raise ValueError(f"from_deepspeed: data_types.param_dtype is {compute}, and the precision is {name}.")
+        raise ValueError(
+            f"from_deepspeed: data_types.param_dtype is {compute}, but the precision is {name}. Make them equal."
+        )
     reduces = {
         key: dtype
         for key, dtype in (
@@ -163,8 +167,8 @@ def _precision(top: Section, bf16: Section, fp16: Section) -> Any:
     }
     if len(set(reduces.values())) > 1:
         raise ValueError(
-            f"from_deepspeed: {' and '.join(f'{key}={dtype}' for key, dtype in reduces.items())}: gradients are added "
-            "up in the dtype that they are reduced in; make the two equal."
+            f"from_deepspeed: {' and '.join(f'{key}={dtype}' for key, dtype in reduces.items())}: here gradients are "
+            "accumulated in the dtype in which they are reduced. Make the two equal."
         )
     reduce = next(iter(reduces.values()), None)
     low = name != "fp32" and (bf16 if name == "bf16" else fp16).flag(f"{name}_master_weights_and_grads")
@@ -196,7 +200,7 @@ def _sparse(block: Section) -> zerofn.sparse.Pattern | None:
     names = inspect.signature(make).parameters
     given = {name: x for name, x in block.values.items() if name != "mode" and x is not None}
     for name in given.keys() - names:
-        raise ValueError(f"from_deepspeed: sparse_attention.{name} has no effect with mode {mode!r}; leave it out.")
+        raise ValueError(f"from_deepspeed: sparse_attention.{name} has no effect with mode {mode!r}. Leave it out.")
     if mode == "bigbird":
         given.setdefault("num_random_blocks", 0)  # the default of a configuration; that of DeepSpeed's class is 1
     pattern: zerofn.sparse.Pattern = make(**given)
@@ -218,7 +222,7 @@ def _offload(zero: Section) -> Any:
     if len(set(paths)) > 1:
         raise ValueError(
             f"from_deepspeed: offload_optimizer.nvme_path and offload_param.nvme_path differ, {paths[0]!r} and "
-            f"{paths[1]!r}. State is striped over folders here: Offload(path=[...]) takes both for everything."
+            f"{paths[1]!r}. ZeroFn stripes all state over its folders: write Offload(path=[...]) with both."
         )
     if ratio != 1.0 and where is None:
         raise ValueError("from_deepspeed: offload_optimizer.ratio has no effect without offload_optimizer.device.")

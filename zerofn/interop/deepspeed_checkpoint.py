@@ -76,7 +76,7 @@ def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only:
     if only == "params":
         return dataclasses.replace(like, params=params)
     if only is not None:
-        raise ValueError(f"load_deepspeed: only={only!r} is not known; there are 'params' and None.")
+        raise ValueError(f"load_deepspeed: only={only!r} is not known; expected 'params' or None.")
 
     def find(tree: Any, kind: str) -> Mapping[str, Any]:
         if saved.lacks_moments:
@@ -99,9 +99,13 @@ def _tag_folder(path: Path, tag: str | None) -> Path:
             tag = opened.read(_LONGEST).decode(errors="replace").strip()
     folder = path if tag is None else path / tag
     if tag is not None and (re.search(r"[/\\\0]", tag) or tag in ("", ".", "..")):
-        raise zerofn.CheckpointError(f"load_deepspeed: {path / 'latest'} names {tag!r}, which is no folder's name.")
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {path / 'latest'} has {tag!r}, which is not the name of a folder."
+        )
     if not folder.is_dir():
-        raise zerofn.CheckpointError(f"load_deepspeed: {folder} is not there; give the folder that has `latest`.")
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {folder} does not exist. Pass the folder that contains the file `latest`."
+        )
     return folder
 
 
@@ -125,7 +129,7 @@ class _Saved:
         models = _ranks(folder, re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt"))
         if not models:
             raise zerofn.CheckpointError(
-                f"load_deepspeed: {folder} has no *_model_states.pt; it is no checkpoint of DeepSpeed's engine."
+                f"load_deepspeed: {folder} has no *_model_states.pt, so it is not a checkpoint of DeepSpeed's engine."
             )
         optims = _ranks(folder, re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt"))
         model = _read(models[0], _MODEL)
@@ -151,13 +155,13 @@ def _ranks(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         if match := pattern.fullmatch(file.name):
             if int(match[2]):
                 raise zerofn.CheckpointError(
-                    f"load_deepspeed: {file} is of a model that is cut over ranks (tensor or pipeline "
-                    "parallelism); convert it with DeepSpeed's ds_to_universal, or save it without."
+                    f"load_deepspeed: {file} belongs to a model with tensor or pipeline parallelism. Convert the "
+                    "checkpoint with DeepSpeed's ds_to_universal, or save it from a run without this parallelism."
                 )
             found[int(match[1] or 0)] = file
     if sorted(found) != list(range(len(found))):
         gap = next(k for k in range(len(found)) if k not in found)
-        raise zerofn.CheckpointError(f"load_deepspeed: {folder} lacks the file of rank {gap}; copy it again.")
+        raise zerofn.CheckpointError(f"load_deepspeed: {folder} has no file of rank {gap}. Copy the folder again.")
     return [found[k] for k in sorted(found)]
 
 
@@ -178,12 +182,14 @@ def _read(file: Path, shape: Mapping[str, Any]) -> Any:
     try:
         named = get_unsafe_globals_in_checkpoint(file)
     except Exception as error:
-        raise zerofn.CheckpointError(f"load_deepspeed: {file} is damaged, or no file of torch.save: {error}") from error
+        raise zerofn.CheckpointError(
+            f"load_deepspeed: {file} is damaged, or was not written by torch.save: {error}"
+        ) from error
     strange = [name for name in named if not name.startswith("deepspeed.")]
     if strange:
         raise zerofn.CheckpointError(
-            f"load_deepspeed: {file} wants to use {strange[0]} when it is read, and is not read: a pickle may execute "
-            "anything. If you trust it, load it with DeepSpeed, and save the engine without client_state."
+            f"load_deepspeed: {file} would call {strange[0]} when it is unpickled, so it is not read: a pickle can "
+            "execute any code. If you trust the file, load it with DeepSpeed, and save the engine without client_state."
         )
     inert: list[Any] = [(type(name.rpartition(".")[2], (_Empty,), {}), name) for name in named]
     try:
@@ -215,9 +221,9 @@ def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
     lacks, moments = "", {kind: dict[str, Tensor | Pieces]() for kind in MOMENTS}
     if len(groups) != 1 or len(order) != len(params) or not all(i in state for i in order):
         lacks = (
-            f"{folder} is of stage 0, where DeepSpeed saves moments by number: with one group of all parameters "
-            f"they have names, and here are {len(groups)} groups of {len(order)} parameters beside {len(params)} "
-            "tensors."
+            f"{folder} was saved at stage 0, where DeepSpeed saves moments by number, not by name. Numbers can be "
+            f"matched to names only if one group has all parameters; this checkpoint has {len(groups)} groups of "
+            f"{len(order)} parameters, for {len(params)} tensors."
         )
     elif any(state[i].get(kind) is None for i in order for kind in MOMENTS):
         lacks = _not_adam(folder)
@@ -226,12 +232,12 @@ def _plain(folder: Path, model: Mapping[str, Any]) -> _Saved:
             for kind in MOMENTS:
                 moments[kind][name] = state[i][kind]
                 if state[i][kind].shape != x.shape:
-                    lacks = f"{folder}: moments do not come in the order of the module's parameters."
+                    lacks = f"{folder}: the order of the moments differs from the order of the module's parameters."
     return _Saved(folder, params, moments, aliases, _count(folder, state), *_steps(model), None, lacks)
 
 
 def _not_adam(folder: Path) -> str:
-    return f"{folder} has no {' and '.join(MOMENTS)}; its optimizer is not Adam."
+    return f"{folder} has no {' and '.join(MOMENTS)}, so its optimizer is not Adam."
 
 
 def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -253,7 +259,7 @@ def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Map
     each = counted if isinstance(counted, list | tuple) else [counted]
     if key is None or world not in each or any(not isinstance(x, int) or x > world for x in each):
         raise zerofn.CheckpointError(
-            f"{what} has optimizer files of {world} ranks, and was saved by {counted}; copy it again."
+            f"{what} has optimizer files of {world} ranks, but was saved by {counted}. Copy the folder again."
         )
     for rank in ranks:
         check_values(
@@ -277,7 +283,7 @@ def _zero(folder: Path, models: Sequence[Mapping[str, Any]], ranks: Sequence[Map
             if isinstance(x, Pieces) and (lacking := x.lacking()):
                 raise zerofn.CheckpointError(
                     f"{what}: {kind} of {name!r}: {lacking:,} of the {numel(x.shape):,} elements of a tensor of shape "
-                    f"{x.shape} are missing; copy all files again."
+                    f"{x.shape} are missing. Copy all files again."
                 )
     scale = _scale(ranks[0].get("loss_scaler"), what) if ranks[0].get("dynamic_loss_scale") else None
     moments = {kind: placed.get(kind, {}) for kind in MOMENTS}
@@ -303,9 +309,11 @@ def _by_group(
     found: dict[str, Tensor | Pieces] = {}
     counts = {len(shapes), *map(len, ranks)}
     if len(counts) > 1:
-        raise zerofn.CheckpointError(f"{what}: ranks and the model have {sorted(counts)} groups; copy all files again.")
+        raise zerofn.CheckpointError(
+            f"{what}: the files have different numbers of parameter groups, {sorted(counts)}. Copy all files again."
+        )
     if paddings is not None and [len(x) for x in paddings] != [len(group) for group in shapes]:
-        raise zerofn.CheckpointError(f"{what}: param_alignment_paddings are not of these parameters.")
+        raise zerofn.CheckpointError(f"{what}: param_alignment_paddings belong to other parameters.")
     for g, group in enumerate(shapes):
         flats, at = [rank[g] for rank in ranks], 0
         for k, (name, shape) in enumerate(group.items()):

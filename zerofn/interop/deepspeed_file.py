@@ -26,19 +26,19 @@ def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{WHERE}: expected the path of a JSON file or a dict, got {type(config).__name__}.")
     path = Path(config)
     if not path.is_file():
-        raise FileNotFoundError(f"{WHERE}: there is no file {os.fspath(config)!r}.")
+        raise FileNotFoundError(f"{WHERE}: the file {os.fspath(config)!r} does not exist.")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
         if twice is not None:
-            raise ValueError(f"{WHERE}: {path}: the key {twice!r} is there twice in one block; leave one of them out.")
+            raise ValueError(f"{WHERE}: {path}: the key {twice!r} occurs twice in one block. Delete one of them.")
         return dict(pairs)
 
     try:
         found = json.loads(path.read_text(), object_pairs_hook=once)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{WHERE}: {path} is no JSON: {error}.") from None
+        raise ValueError(f"{WHERE}: {path} is not JSON: {error}.") from None
     if not isinstance(found, dict):
         raise ValueError(f"{WHERE}: {path}: expected a JSON object, {{...}}, got a {type(found).__name__}.")
     return found
@@ -57,20 +57,22 @@ def filled(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         meant = [key for key in keys if name in (key, key.rpartition(".")[2])]
         if not meant:
             raise ValueError(
-                f"{WHERE}: auto={{{name!r}: ...}} has no effect: no key of that name is in the configuration. Write "
+                f"{WHERE}: auto={{{name!r}: ...}} has no effect: the configuration has no key of that name. Write "
                 f'"{name}": "auto" there.'
             )
         for key in meant:
             if not _is_auto(keys[key]) and keys[key] != value:
                 raise ValueError(
-                    f"{WHERE}: {key} is {keys[key]!r} in the configuration and {value!r} in auto=. Write "
-                    f'"{key.rpartition(".")[2]}": "auto" there, or leave it out here.'
+                    f"{WHERE}: {key} is {keys[key]!r} in the configuration, but {value!r} in auto=. Write "
+                    f'"{key.rpartition(".")[2]}": "auto" in the configuration, or leave it out of auto=.'
                 )
             used[key] = value
     left = [key for key, value in keys.items() if _is_auto(value) and key not in used and _has_effect(key)]
     if left:
         words = ", ".join(f'"{key}": ...' for key in left)
-        raise ValueError(f'{WHERE}: the configuration says "auto" and nobody says what for: pass auto={{{words}}}.')
+        raise ValueError(
+            f'{WHERE}: the configuration has "auto" values. Pass the values that they stand for: auto={{{words}}}.'
+        )
     return _replaced(config, used, "")
 
 

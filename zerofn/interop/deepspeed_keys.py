@@ -88,7 +88,7 @@ def unknown(key: str) -> str:
     if not found:  # the right name in another block
         found = [x for x in names if x.rpartition(".")[2] == key.rpartition(".")[2]][:1]
     meant = f"; did you mean {found[0]!r}?" if found else ". See `zerofn config` for all keys."
-    return f"{key!r} is no key of DeepSpeed's configuration{meant}"
+    return f"{key!r} is not a key of DeepSpeed's configuration{meant}"
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

@@ -16,9 +16,9 @@ from .deepspeed_schedules import schedule_of
 
 _IGNORED = ("torch_adam", "fp32_optimizer_states", "foreach", "fused", "set_grad_none")  # how, not what
 _REFUSED = {
-    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "give muP's factors to optim.adamw(lr_scale=)"),
-    "Muon": "its learning rates for matrices and for the rest are two; write optim.muon(...) as tx yourself",
-    "Lamb": "its clamped trust ratio is not optax's; write optim.lamb(...) as tx yourself",
+    **dict.fromkeys(("MuAdam", "MuAdamW", "MuSGD"), "pass muP's factors to optim.adamw(lr_scale=)"),
+    "Muon": "it has two learning rates, for matrices and for other leaves; write tx=optim.muon(...) yourself",
+    "Lamb": "it clamps the trust ratio, which optax does not; write tx=optim.lamb(...) yourself",
 }
 
 
@@ -30,16 +30,16 @@ def optimizer_of(config: Section, moments: str | None) -> tuple[Any, Any]:
     block = config("optimizer")
     if block.values.get("type") is None:
         raise ValueError(
-            "from_deepspeed: the configuration names no optimizer. Write it there, or give zerofn.shard a state with a "
-            "tx of yours: from_deepspeed(config, tx=optim.adamw(3e-4))."
+            "from_deepspeed: the configuration has no optimizer. Write one into it, or pass your own: "
+            "from_deepspeed(config, tx=optim.adamw(3e-4))."
         )
     name = block.text("type") or ""
     kinds = {x.lower(): x for x in (*_OPTIMIZERS, *_REFUSED)}  # DeepSpeed takes any case of these
     kind = kinds.get(name.lower())
     if kind is None:
         raise ValueError(
-            f"from_deepspeed: optimizer.type: {name!r} has no counterpart; there are {', '.join(_OPTIMIZERS)}. Pass "
-            "tx= for another."
+            f"from_deepspeed: optimizer.type: {name!r} has no counterpart; the known types are "
+            f"{', '.join(_OPTIMIZERS)}. For another optimizer, pass tx=."
         )
     if kind in _REFUSED:
         raise ValueError(f"from_deepspeed: optimizer.type {name!r}: {_REFUSED[kind]}.")
@@ -56,9 +56,9 @@ def _warn_of_no_codes(name: str, tx: Any, total: Any) -> None:
     first = tx.about.phase and tx.about.phase(0)  # steps of one kind, and how many there are
     if first and first.left is not None and is_number(total) and first.left >= total:
         warnings.warn(
-            f"from_deepspeed: optimizer.type {name!r} sends signs from step {first.left:,} on, and the scheduler's "
-            f"total_num_steps is {total:,}: all steps would send gradients as they are. Write a freeze_step of 15 to "
-            "25 % of all steps.",
+            f"from_deepspeed: optimizer.type {name!r} sends signs from step {first.left:,} on, but the scheduler's "
+            f"total_num_steps is {total:,}, so all steps would send uncompressed gradients. Write a freeze_step of 15 "
+            "to 25 % of all steps.",
             stacklevel=2,
         )
 
@@ -84,7 +84,7 @@ def _adam(decoupled: bool) -> Callable[[Section, Any, str | None], Any]:
     def make(params: Section, rate: Any, moments: str | None) -> Any:
         params.only("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", *_IGNORED)
         _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
-        _must_be(params, "bias_correction", True, "moments are always corrected here")
+        _must_be(params, "bias_correction", True, "here the bias of moments is always corrected")
         b1, b2 = _betas(params, (0.9, 0.999))
         eps, decay = params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0)
         if decoupled or params.flag("adam_w_mode", True):  # DeepSpeed's "Adam" is AdamW unless it is told otherwise
@@ -102,7 +102,7 @@ def _one_bit(params: Section, default: float, *names: str) -> tuple[tuple[float,
     """Return (b1, b2, eps and weight decay, the step at which codes begin, or variance ends)."""
     params.only("lr", "betas", "eps", "weight_decay", *_ONE_BIT, *names)
     _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
-    _must_be(params, "eps_inside_sqrt", False, "eps stands outside of the root here")
+    _must_be(params, "eps_inside_sqrt", False, "here eps is outside the square root")
     _must_be(params, "max_grad_norm", 0.0, "write it as gradient_clipping")
     b1, b2 = _betas(params, (0.9, 0.999))
     how = (b1, b2, params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0))
@@ -122,8 +122,8 @@ def _zero_one_adam(params: Section, rate: Any, moments: str | None) -> Any:
     for name in local:
         if name in params.values:
             warnings.warn(
-                f"from_deepspeed: {params.name}.{name} has no counterpart: ranks send signs in every step here. Leave "
-                "it out; replicas that train apart for some steps are zerofn.diloco's.",
+                f"from_deepspeed: {params.name}.{name} has no counterpart: here ranks send signs in every step. Leave "
+                "it out. For replicas that train alone for some steps, see zerofn.diloco.",
                 stacklevel=2,
             )
     scaler = params.number("var_update_scaler", 16, 1, whole=True)
@@ -156,7 +156,7 @@ def _lion(params: Section, rate: Any, moments: str | None) -> Any:
 def _sgd(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize", *_IGNORED)
     _must_be(params, "dampening", 0, "dampening has no counterpart")
-    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    _must_be(params, "maximize", False, "return the negative loss instead")
     momentum = params.number("momentum", 0.0, 0.0)
     decay, nesterov = params.number("weight_decay", 0.0, 0.0), params.flag("nesterov")
     return optim.sgd(rate, momentum or None, nesterov, decay, moments=moments if momentum else None)
@@ -164,7 +164,7 @@ def _sgd(params: Section, rate: Any, moments: str | None) -> Any:
 
 def _rmsprop(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize", *_IGNORED)
-    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    _must_be(params, "maximize", False, "return the negative loss instead")
     _plain_moments("RMSprop", moments)
     decay, momentum = params.number("weight_decay", 0.0, 0.0), params.number("momentum", 0.0, 0.0)
     tx = optim.rmsprop(
@@ -181,7 +181,7 @@ def _rmsprop(params: Section, rate: Any, moments: str | None) -> Any:
 def _adagrad(params: Section, rate: Any, moments: str | None) -> Any:
     params.only("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize", *_IGNORED)
     _must_be(params, "lr_decay", 0, "write a schedule")
-    _must_be(params, "maximize", False, "return the loss with its sign changed")
+    _must_be(params, "maximize", False, "return the negative loss instead")
     _plain_moments("Adagrad", moments)
     eps, start = params.number("eps", 1e-10, 0.0), params.number("initial_accumulator_value", 0.0, 0.0)
     decay = params.number("weight_decay", 0.0, 0.0)

@@ -57,8 +57,8 @@ def _total(params: Section) -> int:
 def _from_the_start(params: Section) -> None:
     if params.number("last_batch_iteration", -1) != -1:
         raise ValueError(
-            f"from_deepspeed: {params.name}.last_batch_iteration: a schedule counts the state's own updates; load a "
-            "checkpoint instead."
+            f"from_deepspeed: {params.name}.last_batch_iteration has no counterpart: a schedule counts the updates of "
+            "the state. Load a checkpoint instead."
         )
 
 
@@ -89,8 +89,9 @@ def _one_cycle(params: Section, lr: float) -> Schedule:
     _from_the_start(params)
     if params.flag("cycle_momentum", True):
         raise ValueError(
-            f'from_deepspeed: {params.name}: OneCycle changes the momentum too unless it says "cycle_momentum": '
-            "false. Here momentum is a constant of the optimizer's kernel; write that, and choose betas yourself."
+            f'from_deepspeed: {params.name}: OneCycle changes the momentum too unless it says "cycle_momentum": false. '
+            "Here momentum is a constant of the optimizer's kernel. Write "
+            '"cycle_momentum": false, and choose betas yourself.'
         )
     for name in ("cycle_min_lr", "cycle_max_lr"):
         if name not in params.values:

@@ -61,15 +61,18 @@ def step_of(
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"there is no config {os.fspath(file)!r}.")
+        raise FileNotFoundError(f"the config {os.fspath(file)!r} does not exist.")
     if context < 1 or rows < 1:
         raise ValueError(f"--context and --rows must be 1 or more, got {context} and {rows}.")
     if microbatches < 1 or rows % microbatches:
-        raise ValueError(f"--microbatches {microbatches}: a rank's {rows} rows are not cut into as many equal parts.")
+        raise ValueError(
+            f"--microbatches {microbatches}: a rank's {rows} rows cannot be divided into {microbatches} "
+            "equal microbatches."
+        )
     config, model_class = _config(file)
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
     if most and context > most and not getattr(config, "rope_parameters", None):
-        raise ValueError(f"--context {context}: {model_class.__name__} of this config has {most} positions.")
+        raise ValueError(f"--context {context}: {model_class.__name__} of this config has only {most} positions.")
     if mesh is not None:
         _check(model_class.__name__, config, mesh)
     num_layers, odd = _layers(model_class, config.to_json_string(use_diff=False)) if layers is None else (0, 0)
@@ -116,9 +119,9 @@ def _check(name: str, config: Any, mesh: zerofn.Mesh) -> None:
     """Raise `ValueError` for axes that a model cannot have, before it is made."""
     heads, size = getattr(config, "num_attention_heads", None), math.prod(axis.size for axis in mesh.partial)
     if isinstance(heads, int) and heads % size:
-        raise ValueError(f"{name} has {heads} heads of attention, which {size} ranks cannot share.")
+        raise ValueError(f"{name} has {heads} attention heads, which {size} ranks cannot divide equally.")
     if _shares_experts(mesh) and not getattr(config, "base_model_ep_plan", None):
-        raise ValueError(f"{name} has no ep_plan: it has no experts, or none that ranks can share.")
+        raise ValueError(f"{name} has no ep_plan: it has no experts, or its experts cannot be divided over ranks.")
 
 
 def _shares_experts(mesh: zerofn.Mesh) -> bool:
@@ -150,7 +153,9 @@ def _in_parts(model: torch.nn.Module, plan: dict[str, Any]) -> dict[str, str]:
     places = {name.rpartition(".") for name, part in model.named_modules() if type(part).__name__ in kinds}
     layers = {f"{listed}.*": "sequence_parallel" for listed, _, number in places if number.isdigit()}
     if not plan or not layers:
-        raise ValueError(f"{type(model).__name__} has no tp_plan, or no list of layers with parts of the tokens.")
+        raise ValueError(
+            f"{type(model).__name__} has no tp_plan, or no list of layers that sequence parallelism needs."
+        )
     return layers | ({"lm_head": "colwise"} if "lm_head" in plan else {})
 
 
@@ -199,16 +204,20 @@ def _config(file: Path) -> tuple[Any, Any]:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{file}: a model of Hugging Face's needs transformers: pip install transformers.") from error
+        raise ImportError(
+            f"{file}: a Hugging Face model needs the package transformers. Type pip install transformers."
+        ) from error
     try:
         content = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} is no JSON: {error}.") from None
+        raise ValueError(f"{file} is not JSON: {error}.") from None
     if not isinstance(content, dict) or "model_type" not in content:
-        raise ValueError(f'{file} is no config of a model: it has no "model_type", such as "llama".')
+        raise ValueError(f'{file} is not the config of a model: it has no "model_type", such as "llama".')
     kind = content["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"{file}: this transformers ({transformers.__version__}) knows no model_type {kind!r}.")
+        raise ValueError(
+            f"{file}: this version of transformers ({transformers.__version__}) does not know model_type {kind!r}."
+        )
     config = transformers.AutoConfig.for_model(**content)
     config.use_cache = False  # of generation
     named = (content.get("architectures") or [""])[0]
@@ -216,5 +225,5 @@ def _config(file: Path) -> tuple[Any, Any]:
     several = automatic or transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     model_class = getattr(transformers, named, None) if named else several.get(type(config), None)
     if model_class is None or not named and type(config) not in several:
-        raise ValueError(f"{file}: there is no language model of the kind {kind!r} that takes tokens and labels.")
+        raise ValueError(f"{file}: transformers has no language model of type {kind!r} that takes tokens and labels.")
     return config, model_class

@@ -54,24 +54,24 @@ def check_size(opened: IO[bytes], nbytes: int, what: str) -> None:
         with zipfile.ZipFile(opened) as archive:
             records = archive.infolist()
     except Exception as error:  # of which zipfile has many
-        raise zerofn.CheckpointError(f"{what} is damaged, or no file of torch.save: {error}") from error
+        raise zerofn.CheckpointError(f"{what} is damaged, or was not written by torch.save: {error}") from error
     packed = next((x for x in records if x.compress_type != zipfile.ZIP_STORED or x.compress_size != x.file_size), None)
     if packed is not None:
         raise zerofn.CheckpointError(
-            f"{what} is not read: {packed.filename!r} in it is compressed, to {packed.compress_size:,} bytes of "
-            f"{packed.file_size:,}, and torch.save compresses nothing. Save it again with torch.save."
+            f"{what} is not read: its entry {packed.filename!r} is compressed, {packed.compress_size:,} bytes for "
+            f"{packed.file_size:,}, but torch.save compresses nothing. Save it again with torch.save."
         )
     if sum(x.file_size for x in records) > nbytes:
         raise zerofn.CheckpointError(
-            f"{what} is not read: its records say that they have {sum(x.file_size for x in records):,} bytes, and it "
-            f"has {nbytes:,}."
+            f"{what} is not read: its records claim {sum(x.file_size for x in records):,} bytes, but the file has "
+            f"{nbytes:,}."
         )
 
 
 def check_file(file: Path, what: str) -> None:
     """Do so for a whole file, which must be one: a named pipe would be waited for."""
     if not file.is_file():
-        raise zerofn.CheckpointError(f"{what}: {file} is no file, or is not there; copy it again.")
+        raise zerofn.CheckpointError(f"{what}: {file} does not exist, or is not a file. Copy it again.")
     with file.open("rb") as opened:
         check_size(opened, file.stat().st_size, f"{what}: {file}")
 

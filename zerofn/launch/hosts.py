@@ -22,7 +22,7 @@ def hosts_of(path: str | os.PathLike[str]) -> Hosts:
     """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"there is no hostfile {os.fspath(path)!r}.")
+        raise FileNotFoundError(f"the hostfile {os.fspath(path)!r} does not exist.")
     found: Hosts = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -34,16 +34,18 @@ def hosts_of(path: str | os.PathLike[str]) -> Hosts:
             raise ValueError(f"{where}: {_RULE}; got {text!r}.")
         name, slots = match[1], _count(match[2])
         if not slots:
-            raise ValueError(f"{where}: {name!r} has no slots; leave the line out, or write # before it.")
+            raise ValueError(f"{where}: {name!r} has 0 slots. Delete the line, or write # before it.")
         if slots > MAX_SLOTS:
-            raise ValueError(f"{where}: {name!r} has slots={match[2]}, and {MAX_SLOTS:,} are the most of a machine.")
+            raise ValueError(f"{where}: {name!r} has slots={match[2]}, but a machine may have at most {MAX_SLOTS:,}.")
         if name.startswith("-"):
-            raise ValueError(f"{where}: {name!r} is no machine's name: ssh would take it for an option.")
+            raise ValueError(
+                f"{where}: {name!r} cannot be the name of a machine, because ssh would read it as an option."
+            )
         if name in found:
-            raise ValueError(f"{where}: {name!r} is there already, in line {lines[name]}; leave one of them out.")
+            raise ValueError(f"{where}: {name!r} is listed twice, also in line {lines[name]}. Delete one of the lines.")
         found[name], lines[name] = list(range(slots)), number
     if not found:
-        raise ValueError(f"{path}: there is no machine in it: {_RULE}.")
+        raise ValueError(f"{path} lists no machine: {_RULE}.")
     return found
 
 
@@ -58,7 +60,7 @@ def chosen(hosts: Hosts, include: str | None = None, exclude: str | None = None)
     ({'one': [0, 1, 2, 3], 'two': [0, 2]}, {'two': [0, 2, 3]})
     """
     if include is not None and exclude is not None:
-        raise ValueError("--include and --exclude: give one of them.")
+        raise ValueError("--include and --exclude: use only one of them.")
     if include is None and exclude is None:
         return hosts
     option, text = ("--include", include) if include is not None else ("--exclude", exclude)
@@ -70,7 +72,7 @@ def chosen(hosts: Hosts, include: str | None = None, exclude: str | None = None)
     left = {name: [x for x in slots if x not in named.get(name, ())] for name, slots in hosts.items()}
     left = {name: slots for name, slots in left.items() if slots}
     if not left:
-        raise ValueError(f"--exclude {text}: no slot is left.")
+        raise ValueError(f"--exclude {text}: excludes all slots.")
     return left
 
 
@@ -78,7 +80,7 @@ def _specs(option: str, text: str, hosts: Hosts) -> Iterator[tuple[str, list[int
     for spec in text.split("@"):
         name, colon, slots = spec.partition(":")
         if name not in hosts:
-            raise ValueError(f"{option} {text}: there is no machine {name!r}; there are {', '.join(hosts)}.")
+            raise ValueError(f"{option} {text}: machine {name!r} is not in the hostfile, which has {', '.join(hosts)}.")
         if not colon:
             yield name, hosts[name]
             continue
@@ -132,7 +134,7 @@ def node_names(nodes: str) -> list[str]:
             made = [a + b for a in made for b in inside]
         names += made
     if wrong := [x for x in names if x.startswith("-")]:
-        raise ValueError(f"{_LIST}{wrong[0]!r} is no machine's name: it would be taken for an option.")
+        raise ValueError(f"{_LIST}{wrong[0]!r} cannot be the name of a machine: it would be read as an option.")
     return names
 
 

@@ -27,7 +27,7 @@ def main() -> int:
     """Return the exit code of the command."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM sends it to all processes; it is for the ranks
     order: dict[str, Any] = json.loads(sys.stdin.readline() or "{}")
-    fault = _fault(order) if order else "the launcher said nothing."
+    fault = _fault(order) if order else "the launcher sent nothing."
     print(FAILED + fault if fault else READY, flush=True)
     if fault or sys.stdin.readline().strip() != "go":
         return 1
@@ -42,16 +42,22 @@ def main() -> int:
 def _fault(order: dict[str, Any]) -> str:
     """Return why a command cannot be started here, "" if it can."""
     if not Path(order["cwd"]).is_dir():
-        return f"there is no folder {order['cwd']!r} here; the job needs the same files on every machine."
+        return (
+            f"the folder {order['cwd']!r} does not exist on this machine. The job needs the same files on every "
+            "machine."
+        )
     if order["script"] and not Path(order["cwd"], order["script"]).is_file():
-        return f"there is no script {order['script']!r} here; the job needs the same files on every machine."
+        return (
+            f"the script {order['script']!r} does not exist on this machine. The job needs the same files on every "
+            "machine."
+        )
     if order["port"]:
         with socket.socket() as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 one.bind(("", order["port"]))
             except OSError as error:
-                return f"port {order['port']} cannot be used: {error.strerror}; choose another with --port."
+                return f"port {order['port']} cannot be used: {error.strerror}. Choose another with --port."
     return ""
 
 

@@ -74,7 +74,9 @@ class Node:
                 bufsize=1, errors="replace", start_new_session=True,
             )  # fmt: skip
         except FileNotFoundError:
-            raise LaunchError(f"{host}: there is no program {command[0]!r} here to reach it with.") from None
+            raise LaunchError(
+                f"{host}: cannot be reached, because the program {command[0]!r} is not installed here."
+            ) from None
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.tell(json.dumps(order))
@@ -140,7 +142,7 @@ def run_on(orders: dict[str, dict[str, Any]], reach: Callable[[str], list[str]],
             if node.answer.startswith(FAILED):
                 raise LaunchError(f"{node.host}: {node.answer.removeprefix(FAILED)}")
             if node.answer != READY:
-                raise LaunchError(f"{node.host} cannot be reached: {node.last or 'it said nothing'}")
+                raise LaunchError(f"{node.host} cannot be reached: {node.last or 'it sent no output'}")
         for node in nodes:
             node.tell("go")
         while any(node.process.poll() is None for node in nodes) and _first_failure(nodes) is None:
@@ -161,5 +163,8 @@ def _first_failure(nodes: list[Node]) -> str | None:
     for node in nodes:
         code = node.process.poll()
         if code and code != os.EX_TEMPFAIL:
-            return f"{node.host} ended with exit code {code}; see its lines above. All others were ended."
+            return (
+                f"{node.host} ended with exit code {code}. See its output above. The processes on all other "
+                "machines were ended."
+            )
     return None

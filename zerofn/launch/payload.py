@@ -37,8 +37,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, zerofn.Sharded) and not obj.is_abstract:
             raise TypeError(
-                f"{self.what} holds a Sharded, which is one rank's part of a tree. Pass zerofn.unshard(state), or the "
-                "path of a checkpoint that zerofn.save has written, and zerofn.abstract(state) to load it."
+                f"{self.what} contains a Sharded, which is one rank's part of a tree. Pass zerofn.unshard(state), or "
+                "the path of a checkpoint from zerofn.save, with zerofn.abstract(state) to load it."
             )
         if isinstance(obj, zerofn.optim.GradientTransformation):  # whose functions pickle cannot write
             return type(obj), tuple(getattr(obj, x.name) for x in dataclasses.fields(obj))

@@ -88,7 +88,7 @@ def _hardware() -> Iterator[Finding]:
 def _gpu_advice() -> str:
     if torch.backends.cuda.is_built() or shutil.which("nvidia-smi") is None:
         return ""
-    return "There is an NVIDIA driver here, and this torch cannot use it. pip install torch, from the index for CUDA"
+    return "This machine has an NVIDIA driver, but this torch cannot use it. pip install torch, from the index for CUDA"
 
 
 def _driver() -> str:
@@ -110,7 +110,7 @@ def _limits() -> Iterator[Finding]:
         _limit(files, 1, ""),
         ""
         if files == resource.RLIM_INFINITY or files >= _FILES
-        else f"Loaders with many workers and checkpoints of many ranks run out of them. ulimit -n {_FILES}",
+        else f"Loaders with many workers and checkpoints of many ranks need more open files. ulimit -n {_FILES}",
     )
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield Finding("locked memory", _limit(locked, 1e6, " MB"))
@@ -120,8 +120,8 @@ def _limits() -> Iterator[Finding]:
         f"{shared / 1e9:.1f} GB",
         ""
         if shared >= _SHARED
-        else "Workers of a DataLoader pass batches through it, and die of a bus error when it is full. In a container: "
-        "--shm-size=8g",
+        else "Workers of a DataLoader send batches through it, and crash with a bus error when it is full. In a "
+        "container: --shm-size=8g",
     )
 
 
@@ -147,7 +147,7 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
             yield Finding(
                 "slowest rank",
                 f"{machine.slowest:.2f} times the average",
-                "Every step waits for it. See what else runs there: top",
+                "Every step waits for the slowest rank. See which other processes run: top",
             )
     if folder is not None:
         low = machine.disk_read < 1e9
@@ -155,8 +155,8 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
             f"drive of {folder}",
             f"reads {machine.disk_read / 1e9:.2f} GB/s, writes {machine.disk_write / 1e9:.2f} GB/s, "
             f"{machine.disk / 1e9:.0f} GB free",
-            "offload='nvme' would wait for it: a billion parameters are 12 GB of Adam's state, read and written in "
-            "every step. Name a local NVMe drive: Offload(path=...)"
+            "offload='nvme' would wait for this drive: a billion parameters need 12 GB of Adam's state, read and "
+            "written in every step. Use a local NVMe drive: Offload(path=...)"
             if low
             else "",
         )
@@ -167,7 +167,7 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
         f"{update / 1e9:.1f} GB/s, {share:.0%} of the memory bandwidth",
         ""
         if share > 0.35
-        else "Updates take longer than they need to: the kernels were not built for this machine. pip install "
+        else "Updates are slower than necessary: the kernels were not built for this machine. pip install "
         "--force-reinstall --no-binary zerofn zerofn, with a C++ compiler",
     )
 
@@ -193,12 +193,14 @@ def _training(size: int) -> Iterator[Finding]:
     try:
         first, last, steps, seconds = run(_train, _TRAINING, ranks=size) if size > 1 else _train(_TRAINING)
     except Exception as error:
-        yield Finding("training", f"failed: {type(error).__name__}: {error}", "What it printed says where")
+        yield Finding("training", f"failed: {type(error).__name__}: {error}", "Its output says where")
         return
     yield Finding(
         f"training on {size} rank{'s' if size > 1 else ''}",
         f"{steps} steps in {seconds:.1f} s at stage 3, the loss from {first:.3f} to {last:.3f}",
-        "" if last < first else "It does not learn: a kernel or a transfer is wrong here. Please report it",
+        ""
+        if last < first
+        else "The model does not learn: a kernel or a transfer is wrong on this machine. Please report it",
     )
 
 

@@ -77,9 +77,9 @@ def _check(fn: Callable[..., Any], ranks: int) -> None:
         raise ValueError(f"zerofn.run: ranks must be a whole number of 1 or more, got {ranks!r}.")
     gpus = torch.cuda.device_count()
     if 0 < gpus < ranks:
-        raise ValueError(f"zerofn.run: ranks={ranks}, but this machine has {gpus} GPUs, and each rank needs its own.")
+        raise ValueError(f"zerofn.run: ranks={ranks}, but this machine has {gpus} GPUs, and each rank needs one.")
     if dist.is_initialized() and dist.get_world_size() > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RuntimeError("zerofn.run: this process is a rank already. Call the function itself here.")
+        raise RuntimeError("zerofn.run: this process is already a rank. Call the function directly.")
 
 
 @contextlib.contextmanager
@@ -105,4 +105,6 @@ def _first_error(folder: Path, failed: ChildFailedError, ranks: int) -> BaseExce
         rank = raised[0][1]
         return unpacked_error((folder / f"error.{rank}").read_bytes(), f"rank {rank} of {ranks}")
     rank, failure = min(failed.failures.items())
-    return RuntimeError(f"zerofn.run: rank {rank} of {ranks} ended with exit code {failure.exitcode}; see above.")
+    return RuntimeError(
+        f"zerofn.run: rank {rank} of {ranks} ended with exit code {failure.exitcode}. See its output above."
+    )

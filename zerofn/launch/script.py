@@ -47,7 +47,7 @@ def launch(asked: Launch) -> int:
     if asked.ranks is not None and asked.ranks < 1:
         raise ValueError(f"--ranks must be 1 or more, got {asked.ranks}.")
     if not asked.module and not Path(asked.script).is_file():
-        raise FileNotFoundError(f"there is no script {asked.script!r}.")
+        raise FileNotFoundError(f"the script {asked.script!r} does not exist.")
     hosts, reach = _hosts(asked)
     if not hosts:
         ranks = asked.ranks or gpus() or 1
@@ -79,7 +79,7 @@ def _hosts(asked: Launch) -> tuple[Hosts, Any]:
     if len(hosts) > 1:
         return chosen(hosts, asked.include, asked.exclude), over_slurm
     if asked.include is not None or asked.exclude is not None:
-        raise ValueError("--include and --exclude choose from a hostfile; name it with --hostfile.")
+        raise ValueError("--include and --exclude select machines of a hostfile. Add --hostfile FILE.")
     return {}, None
 
 

@@ -130,6 +130,6 @@ def plain_python() -> Iterator[None]:
 
 def _inside(what: str, step: str) -> str:
     return (
-        f"{what} is called while the step {step} runs in the same thread, from a signal's handler or an eager_region: "
-        "the state is written to just now. Call it after the step."
+        f"{what} was called while the step {step} runs in the same thread, from a signal handler or an eager_region. "
+        "The step is writing to the state at this time. Call it after the step."
     )

@@ -130,8 +130,8 @@ def _is_here(text: str) -> list[str]:
     if found is None or shell is None or found[1] not in shell.user_ns:
         return []
     return [
-        f"{found[1]!r} was defined in a cell that ran in the notebook's own process, not on the ranks. Begin that cell "
-        "with %%ranks and run it again; after %autoranks, every cell runs on the ranks."
+        f"{found[1]!r} was defined in a cell that ran in the notebook's own process, not on the ranks. Write %%ranks "
+        "as the first line of that cell and run it again. After %autoranks, every cell runs on the ranks."
     ]
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .pool import Pool
 
 _HELP = (
-    "write %ranks N for N ranks, %ranks restart, %ranks stop, %ranks output R for what rank R did in the last cell, "
-    "and %ranks alone for how they are"
+    "write %ranks N to start N ranks, %ranks restart, %ranks stop, %ranks output R for the output of rank R in the "
+    "last cell, and %ranks alone for the state of the ranks"
 )
 
 
@@ -97,7 +97,7 @@ class RankMagics(Magics):
 
     def _run(self, line: str, cell: str) -> None:
         if line.strip():
-            raise UsageError(f"%%ranks {line}: it takes no options; the cell's code begins on the next line.")
+            raise UsageError(f"%%ranks {line}: %%ranks takes no options. The cell's code begins on the next line.")
         if self.pool is None:  # called from code, which `route` has not seen
             get_ipython().run_cell(cell).raise_error()
             return
@@ -111,7 +111,9 @@ class RankMagics(Magics):
     def _output(self, rank: int) -> None:
         pool = self.pool
         if pool is None or not rank < pool.size:
-            raise UsageError(f"%ranks output {rank}: there are {'no' if pool is None else pool.size} ranks.")
+            raise UsageError(
+                f"%ranks output {rank}: {'no ranks run' if pool is None else f'only {pool.size} ranks run'}."
+            )
         pool.show(rank)
 
     def _resize(self, size: int) -> None:
@@ -128,7 +130,7 @@ class RankMagics(Magics):
     def _restart(self) -> None:
         pool = self.pool
         if pool is None:
-            raise UsageError("%ranks restart: there are no ranks; write %ranks N.")
+            raise UsageError("%ranks restart: no ranks run. Write %ranks N.")
         self._go_on(pool.size, *pool.last_saves())
 
     def _go_on(self, size: int, paths: Sequence[str], states: Mapping[str, bytes], lost: Sequence[str]) -> None:
@@ -141,11 +143,11 @@ class RankMagics(Magics):
         if kept:
             print(f"Moved: {', '.join(kept)}.")
         if lost:
-            print(f"Lost: {', '.join(lost)}; imports, functions and classes, too. Run the cells that make them.")
+            print(f"Lost: {', '.join(lost)}, and all imports, functions and classes. Run their cells again.")
 
     def _start(self, size: int) -> Pool:
         if importlib.util.find_spec("ipyparallel") is None:
-            raise UsageError("%ranks needs ipyparallel; pip install 'zerofn[notebook]'.")
+            raise UsageError("%ranks needs ipyparallel. Type pip install 'zerofn[notebook]'.")
         from .pool import Pool, check_machine, check_size
 
         check_size(size)
@@ -153,6 +155,7 @@ class RankMagics(Magics):
         start = time.monotonic()
         self.pool = pool = Pool(size)
         print(
-            f"{size} rank{'s' if size > 1 else ''} after {time.monotonic() - start:.1f} s: %%ranks runs a cell on all."
+            f"{size} rank{'s' if size > 1 else ''} after {time.monotonic() - start:.1f} s: %%ranks runs a cell on all "
+            "ranks."
         )
         return pool

@@ -98,15 +98,15 @@ class Pool:
 
     def _check_alive(self) -> None:
         if dead := self.dead:
-            self.broken = f"{ranks_in_words(dead)} has ended: it was killed, ran out of memory, or left by itself"
+            self.broken = f"{ranks_in_words(dead)} has ended: it was killed, ran out of memory, or exited"
         if self.broken:
-            raise CellFailed(f"{self.broken}. Write %ranks restart; it goes on from the last save.")
+            raise CellFailed(f"{self.broken}. Write %ranks restart, which continues from the last save.")
 
     def state(self) -> str:
         """Return how the ranks are, in a sentence."""
         dead = self.dead
         if dead or self.broken:
-            return f"{self.broken or ranks_in_words(dead) + ' has ended'}. %ranks restart goes on from the last save."
+            return f"{self.broken or ranks_in_words(dead) + ' has ended'}. %ranks restart continues from the last save."
         return f"{self.size} ranks, processes {', '.join(map(str, self.pids))}, ready for %%ranks cells."
 
     def show(self, rank: int) -> None:
@@ -145,7 +145,7 @@ class Pool:
         if interrupts and (failed is None or "KeyboardInterrupt" in str(failed)):
             steps = self._steps[: self.size].tolist()
             where = f"before step {steps[0] + 1} of the cell, on all ranks" if any(steps) else "where each rank was"
-            raise Interrupted(f"{where}. Their states are there.")
+            raise Interrupted(f"{where}. Their states are intact.")
         if failed is not None:
             raise failed
 
@@ -275,15 +275,15 @@ def check_size(size: int) -> None:
     """Raise `ValueError` for a number of ranks that cannot be."""
     gpus = torch.cuda.device_count()
     if size < 1:
-        raise ValueError(f"%ranks {size}: expected 1 or more; %ranks stop ends the ranks.")
+        raise ValueError(f"%ranks {size}: expected 1 or more. To end the ranks, write %ranks stop.")
     if 0 < gpus < size:
-        raise ValueError(f"%ranks {size}: this machine has {gpus} GPUs, and each rank needs its own.")
+        raise ValueError(f"%ranks {size}: this machine has {gpus} GPUs, and each rank needs one.")
 
 
 def check_machine() -> None:
     """Raise `RuntimeError` in a process that is a rank itself."""
     if dist.is_initialized() or "TORCHELASTIC_RUN_ID" in os.environ:
         raise RuntimeError(
-            "%ranks: this kernel is a rank of a process group itself, which the ranks behind it cannot join. Restart "
-            "the kernel, and write %ranks before anything makes a group."
+            "%ranks: this kernel has joined a process group as a rank itself, so it cannot start other ranks. Restart "
+            "the kernel, and write %ranks before anything makes a process group."
         )

@@ -37,7 +37,9 @@ class Progress:
             if not isinstance(steps, int) or isinstance(steps, bool) or steps < least:
                 raise ValueError(f"progress: {name} must be a whole number of steps of {least} or more, got {steps!r}.")
         if step is not None and not isinstance(getattr(step, "flops", None), int):
-            raise TypeError(f"progress: step= is what zerofn.compile returned, got {type(step).__name__}.")
+            raise TypeError(
+                f"progress: step= must be the step that zerofn.compile returned, got {type(step).__name__}."
+            )
         self._loader, self._every, self._tokens, self._step, self._flops = loader, every, tokens, step, 0
         self._total = initial + len(loader) if total is None and isinstance(loader, Sized) else total
         shown = not dist.is_initialized() or dist.get_rank() == 0
@@ -75,8 +77,8 @@ class Progress:
         """
         if metrics is not None and not isinstance(metrics, Mapping):
             raise TypeError(
-                f"progress.log: expected the step's metrics, a dict, got {type(metrics).__name__}; write "
-                "state, metrics = step(state, batch); bar.log(metrics, state)."
+                f"progress.log: expected the step's metrics, a dict, got {type(metrics).__name__}. Write state, "
+                "metrics = step(state, batch); bar.log(metrics, state)."
             )
         self._aux, self._state = {**(metrics or {}), **more}, state
 

@@ -97,8 +97,8 @@ def check_scalar(x: Any, where: str, what: str) -> None:
         return
     kind = f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" if is_tensor else repr(x)
     raise TypeError(
-        f"{where}: {what} must be an int64 scalar tensor on the CPU, got {kind}; "
-        "make a key with zerofn.random.key(seed)."
+        f"{where}: {what} must be an int64 scalar tensor on the CPU, got {kind}. Make a key with "
+        "zerofn.random.key(seed)."
     )
 
 
@@ -286,8 +286,8 @@ def _default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]
         generator = torch.cuda.default_generators[device.index]
     else:
         raise NotImplementedError(
-            f"zerofn: attention and native dropout cannot draw from a key on {device.type}; "
-            "use the math backend, torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            f"zerofn: attention and native dropout cannot draw from a key on {device.type}. Use the math backend, "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         )
     before = generator.get_state()
     generator.manual_seed(seed)

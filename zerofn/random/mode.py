@@ -96,14 +96,14 @@ class _Randomness(TorchDispatchMode):
         """The key and position of a new draw."""
         if self.key is None:
             raise RuntimeError(
-                f"{func.name()}{_where()} is random, and no key was given. Write "
-                "state.value_and_grad(loss_fn)(...), or zerofn.value_and_grad(loss_fn, "
-                "rng=state.rng_at()); or put the module in eval mode, if it should not draw."
+                f"{func.name()}{_where()} is random, but has no key. Write state.value_and_grad(loss_fn)(...), or "
+                "zerofn.value_and_grad(loss_fn, rng=state.rng_at()). If the module should not draw, put it into eval "
+                "mode."
             )
         if generator is not None:
             raise RuntimeError(
-                f"{func.name()}{_where()} was given a torch.Generator, whose state is hidden from "
-                "the step. Drop generator=...: draws come from the step's key."
+                f"{func.name()}{_where()} was called with a torch.Generator, whose state is not part of the step. "
+                "Leave generator=... out: draws come from the step's key."
             )
         return self.counted(self.key if self.place is None else draws.fold_in_rank(self.key, *self.place))
 
@@ -224,8 +224,8 @@ def _by_parts(mode: _Randomness, func: OpOverload, args: Any, kwargs: Any) -> An
 def _refuse(mode: _Randomness, func: OpOverload, args: Any, kwargs: Any) -> Any:
     mode.next_draw(func)  # without a key, that is the first thing to say
     raise NotImplementedError(
-        f"{func.name()}{_where()} has no form that draws from a key. Write it with torch.rand, "
-        "randn, randint, bernoulli or multinomial, and without out=."
+        f"{func.name()}{_where()} cannot draw from a key. Write it with torch.rand, randn, randint, bernoulli or "
+        "multinomial, and without out=."
     )
 
 

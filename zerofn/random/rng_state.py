@@ -120,7 +120,7 @@ def _decode(state: Tensor) -> int:
         data = b""
     if len(data) != len(_MAGIC) + 8 or not data.startswith(_MAGIC):
         raise RuntimeError(
-            "set_rng_state: inside a loss function draws come from a key, so only a state that "
-            "get_rng_state returned there can be set; take the state inside, or drop the call."
+            "set_rng_state: inside a loss function, draws come from a key, so only a state that get_rng_state returned "
+            "inside the loss function can be set. Call get_rng_state inside, or leave the call out."
         )
     return int.from_bytes(data[len(_MAGIC) :], "little")

@@ -103,10 +103,10 @@ class Checkpoints:
             there = next(p for p in (self.folder, *self.folder.parents) if p.exists())
             if not there.is_dir():
                 raise CheckpointError(
-                    f"{WHAT}: {there} is a file, so {self.folder} can be no folder; give another path."
+                    f"{WHAT}: {there} is a file, so {self.folder} cannot be a folder. Choose another path."
                 )
             if self._every is not None and rank_and_size()[0] == 0 and not os.access(there, os.W_OK):
-                log.warning("%s: nothing may be written to %s, so the first save will fail.", WHAT, there)
+                log.warning("%s: %s is not writable, so the first save will fail.", WHAT, there)
         return self.steps()
 
     def path(self, step: int) -> Path:
@@ -116,7 +116,7 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """Return the step whose checkpoint is best by `keep_best`; None if none has that metric."""
         if self._keep_best is None:
-            raise ValueError(f"{WHAT}: without keep_best=(name, 'min' or 'max') no checkpoint is better than another.")
+            raise ValueError(f"{WHAT}: the best checkpoint is not defined. Write keep_best=(name, 'min' or 'max').")
         return steps.best_step(self.folder, set(self.steps()) - self._damaged, *self._keep_best)
 
     @outside_steps(f"{WHAT}.restore_or")
@@ -132,7 +132,7 @@ class Checkpoints:
         each rank's loader stood elsewhere and the number of ranks differs now.
         """
         if self._begun:
-            raise ValueError(f"{WHAT}: restore_or was called before; make another Checkpoints for another run.")
+            raise ValueError(f"{WHAT}: restore_or was already called. For another run, make another Checkpoints.")
         state: Any = init_state() if callable(init_state) else init_state
         if current_dry_run() is not None:  # a plan is of the model as it is written, not of what a run has left here
             self._begun = True
@@ -161,19 +161,19 @@ class Checkpoints:
                 faults = [str(error)] if in_memory else verify(path)
                 if not faults:
                     raise
-                log.warning("%s: %s is passed over: %s", WHAT, path, faults[0])
+                log.warning("%s: %s is skipped: %s", WHAT, path, faults[0])
                 if not in_memory:
                     self._damaged.add(step)
                     said += faults
                 continue
             together(what, partial(loader_state.go_on, self._loader, where))
             self._begin(step, listed)
-            log.info("%s: the run goes on after step %d, from %s.", WHAT, step, path)
+            log.info("%s: the run continues after step %d, from %s.", WHAT, step, path)
             return loaded
         if said:
             raise CheckpointError(
-                f"{WHAT}: all {len(listed)} checkpoints in {self.folder} are damaged, the newest so: {said[0]} To "
-                "begin anew, give another folder."
+                f"{WHAT}: all {len(listed)} checkpoints in {self.folder} are damaged. The newest: {said[0]} To start a "
+                "new run, use another folder."
             )
         self._begin(0, [])
         return state
@@ -197,7 +197,7 @@ class Checkpoints:
             self._stopping.answer()
             if self._replicas is not None:
                 self._replicas.close()
-            raise Stopped(f"stopped after step {self.step}, because of {reason}; it is saved in {self.folder}.")
+            raise Stopped(f"stopped after step {self.step}, because of {reason}. The state is saved in {self.folder}.")
 
     @outside_steps(f"{WHAT}.save")
     def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
@@ -211,7 +211,7 @@ class Checkpoints:
             self._told = True
             there = ", ".join(map(repr, numbers)) or "none"
             log.warning(
-                "%s: keep_best=%r, and step %d has no such metric, only %s: it cannot be the best.",
+                "%s: keep_best=%r, but step %d has only the metrics %s, so it cannot be the best.",
                 WHAT, self._keep_best, self.step, there,
             )  # fmt: skip
 
@@ -232,7 +232,7 @@ class Checkpoints:
             self._replicas.close()
         if came is not None:
             stopped = Stopped(
-                f"stopped as the run was closed, because of {came.name}, after step {self.step}. In {self.folder} are "
+                f"stopped when the run was closed, because of {came.name}, after step {self.step}. {self.folder} has "
                 f"steps {self.steps()}."
             )
             log.warning("%s: %s", WHAT, stopped)
@@ -241,8 +241,8 @@ class Checkpoints:
     def _check_begun(self, what: str) -> None:
         if not self._begun:
             raise ValueError(
-                f"{WHAT}.{what}: call restore_or(state) first, so that what is in {self.folder} is gone on with, "
-                "not written over."
+                f"{WHAT}.{what}: call restore_or(state) first, so that the run continues from the checkpoints in "
+                f"{self.folder}, and does not overwrite them."
             )
 
     def _candidates(self, listed: list[int]) -> Iterator[tuple[int, Path, bool]]:
@@ -266,16 +266,16 @@ class Checkpoints:
         mine = the(owner.ThisProcess)
         if is_link(self.path(step)):
             raise CheckpointError(
-                f"{WHAT}: {self.path(step)} is a link, so what is saved would replace {located(self.path(step))}. "
-                f"Step {step} was not saved; remove the link."
+                f"{WHAT}: {self.path(step)} is a link, so saving would overwrite {located(self.path(step))}. Step "
+                f"{step} was not saved. Remove the link."
             )
         for s in self.steps():
             found = steps.saved_by(self.folder, s)
             if found and found.get("job") != mine.name and found.get("save") != self._found.get(s):
                 raise CheckpointError(
                     f"{WHAT}: {self.path(s)} was saved by another job (process {found.get('pid')} on "
-                    f"{str(found.get('host')).partition(' ')[0]}) since this one began; each run needs a folder of its "
-                    f"own. Step {step} was not saved."
+                    f"{str(found.get('host')).partition(' ')[0]}) since this one began. Step {step} was not saved. Use "
+                    "a different folder for each run."
                 )
 
     def _remove_old(self, newest: int) -> None:
@@ -306,7 +306,7 @@ class Checkpoints:
             yield
         except Exception as error:  # a network's errors are of many kinds
             if path not in self._stuck:
-                log.warning("%s: what is not to be kept at %s could not be removed, and stays: %s", WHAT, path, error)
+                log.warning("%s: the old checkpoint %s could not be removed, and stays: %s", WHAT, path, error)
                 self._stuck.add(path)
 
 
@@ -318,24 +318,30 @@ def _check(
             raise ValueError(f"{WHAT}: signals must be signals such as signal.SIGTERM, got {each!r}.")
     for name, value in (("every", every), ("keep", keep), ("replicate_every", replicate_every)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{WHAT}: {name} is a number of steps or checkpoints from 1 on, or None; got {value!r}.")
+            raise ValueError(
+                f"{WHAT}: {name} must be a number of steps or checkpoints, 1 or more, or None; got {value!r}."
+            )
     if replicate_every is not None and every is not None and replicate_every % every == 0:
         raise ValueError(
-            f"{WHAT}: replicate_every={replicate_every} would do nothing: those steps are saved, by every={every}. "
-            "Give fewer steps than every."
+            f"{WHAT}: replicate_every={replicate_every} has no effect, because every={every} saves these steps "
+            "already. Write a number smaller than every."
         )
     if keep_best is not None:
         if not (isinstance(keep_best, tuple) and len(keep_best) == 2 and keep_best[1] in ("min", "max")):
-            raise ValueError(f"{WHAT}: keep_best is a metric and 'min' or 'max', ('loss', 'min'); got {keep_best!r}.")
+            raise ValueError(
+                f"{WHAT}: keep_best must be a metric and 'min' or 'max', such as ('loss', 'min'); got {keep_best!r}."
+            )
         if keep is None:
-            raise ValueError(f"{WHAT}: keep=None keeps all checkpoints, so keep_best would do nothing; leave one out.")
+            raise ValueError(
+                f"{WHAT}: keep=None keeps all checkpoints, so keep_best has no effect. Leave one of them out."
+            )
     if loader is not None and not all(callable(getattr(loader, f, None)) for f in ("state_dict", "load_state_dict")):
         raise ValueError(
-            f"{WHAT}: loader must have state_dict() and load_state_dict(), and a {type(loader).__name__} has not. "
-            "torchdata's StatefulDataLoader has; or pass loader=None, and keep in the state how many samples were seen."
+            f"{WHAT}: loader must have state_dict() and load_state_dict(), but a {type(loader).__name__} does not. Use "
+            "torchdata's StatefulDataLoader, or pass loader=None and store the number of seen samples in the state."
         )
     if time_limit is not None and not time_limit > 0:
-        raise ValueError(f"{WHAT}: time_limit is a number of seconds above 0, or None; got {time_limit!r}.")
+        raise ValueError(f"{WHAT}: time_limit must be a number of seconds above 0, or None; got {time_limit!r}.")
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

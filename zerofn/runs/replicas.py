@@ -70,11 +70,13 @@ class Replicas:
     def __init__(self, run: Path) -> None:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError(
-                f"{WHAT}: copies in memory are for ranks that are started again, and nothing does that here. Start the "
-                "script with torchrun --max-restarts, or leave replicate_every out."
+                f"{WHAT}: copies in memory help only if ranks are restarted, but this job has no launcher that "
+                "restarts them. Start the script with torchrun --max-restarts, or leave replicate_every out."
             )
         if not MEMORY.is_dir():
-            raise ValueError(f"{WHAT}: this system has no {MEMORY}, where files lie in memory; leave it out.")
+            raise ValueError(
+                f"{WHAT}: this system has no {MEMORY}, a file system in memory. Leave replicate_every out."
+            )
         self.folder = MEMORY / f"{_of_machine()}{os.getppid()}-{started(os.getppid())}-{_hash(str(run))}"
         self._sending: Saving | None = None
         self._pid = os.getpid()
@@ -89,7 +91,10 @@ class Replicas:
         if len(self._ranks) > 1:
             self._group = dist.new_group(backend="gloo")
         elif rank_and_size()[1] > 1:
-            log.info("%s: all ranks are on one machine, so copies outlive processes, and not the machine.", WHAT)
+            log.info(
+                "%s: all ranks are on one machine, so copies survive the end of processes, but not of the machine.",
+                WHAT,
+            )
 
     def keep(self, step: int, state: Any, along: Along) -> None:
         """Write this rank's file to memory, and send it to the next machine behind the steps. Raises as `save`, and
@@ -109,7 +114,7 @@ class Replicas:
             if sending is not None:
                 sending.wait()
         except Exception as error:
-            raise CheckpointError(f"{WHAT}: the copy before this one failed: {error}") from error
+            raise CheckpointError(f"{WHAT}: the previous copy failed: {error}") from error
 
     def copies(self) -> Iterator[tuple[int, Path]]:
         """Yield the steps that are whole in memory, the newest first, with a folder in which `load` finds what it
@@ -122,7 +127,7 @@ class Replicas:
             try:
                 whole = self._fetch(held)
             except CheckpointError as error:
-                log.warning("%s: step %d in memory is passed over: %s", WHAT, step, error)
+                log.warning("%s: the copy of step %d in memory is skipped: %s", WHAT, step, error)
                 continue
             if whole:
                 yield step, steps.path_of(self.folder, step)
@@ -146,7 +151,7 @@ class Replicas:
                 shutil.rmtree(other, ignore_errors=True)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if not _is_own_folder(self.folder) or self.folder.stat().st_mode & 0o77:
-            raise CheckpointError(f"{WHAT}: {self.folder} is there and is not this user's own; remove it.")
+            raise CheckpointError(f"{WHAT}: {self.folder} exists and belongs to another user. Remove it.")
 
     def _complete(self, job: OneSave, files: dict[str, FileIdentity], manifest: str) -> None:
         """Send and receive, and let the manifest of each machine name the files."""
@@ -211,7 +216,12 @@ class Replicas:
         path, files = steps.path_of(self.folder, copy.step), copy.sizes
         several = len(self._ranks) > 1
         if not set(files) <= {f for x in held.values() for f in x.files} or (several and copy.num_ranks != size):
-            log.info("%s: step %d in memory is not whole, or is of %d ranks.", WHAT, copy.step, copy.num_ranks)
+            log.info(
+                "%s: the copy of step %d in memory is incomplete, or was made by %d ranks.",
+                WHAT,
+                copy.step,
+                copy.num_ranks,
+            )
             return False
         moves = []
         for ranks in self._ranks.values() if several else ():

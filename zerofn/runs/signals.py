@@ -38,8 +38,8 @@ class Handlers:
         """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
-                "zerofn.Checkpoints: signals are handled in the main thread alone; call restore_or there, or pass "
-                "signals=()."
+                "zerofn.Checkpoints: Python handles signals in the main thread only. Call restore_or in the main "
+                "thread, or pass signals=()."
             )
         for number in signals:
             if number not in self._set or self._is_replaced(number):

@@ -59,7 +59,7 @@ class Stopping:
         """Note a first signal."""
         self._came = number
         with contextlib.suppress(RuntimeError):  # the stream may be in the middle of a write
-            log.warning("%s: the run is saved after this step, and ends. Another one ends it at once.", number.name)
+            log.warning("%s: after this step, the run is saved and ends. A second signal ends it at once.", number.name)
 
     def close(self) -> signal.Signals | None:
         """Hear no more. Returns a signal that no step has answered, for the caller to answer. While an error is on its
@@ -108,9 +108,11 @@ class Stopping:
         for number in the(Handlers).replaced_for(self) if not self._warned else ():
             self._warned = True
             log.warning(
-                "%s: another handler was set since restore_or. Unless it calls the one before it, the run is not saved "
-                "when %s comes. Call restore_or after what sets handlers.", number.name, number.name,
-            )  # fmt: skip
+                "%s: the program set another signal handler after restore_or. Unless that handler calls the previous "
+                "one, the run is not saved when %s arrives. Call restore_or after the code that sets handlers.",
+                number.name,
+                number.name,
+            )
 
 
 def _largest(*values: float) -> list[float]:
@@ -131,5 +133,7 @@ def _end_of_slurm_job() -> float | None:
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if not end.isdigit():
         return None
-    log.info("the SLURM job ends in %.0f s; the run is saved %g s before.", int(end) - time.time(), SLURM_MARGIN)
+    log.info(
+        "the SLURM job ends in %.0f s. The run is saved %g s before its end.", int(end) - time.time(), SLURM_MARGIN
+    )
     return time.monotonic() + int(end) - time.time() - SLURM_MARGIN

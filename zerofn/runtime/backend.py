@@ -71,7 +71,7 @@ def eager_of(backend: Any, what: str) -> Eager:
     """
     if not isinstance(backend, Eager):
         raise ValueError(
-            f"{what} times every operation as the eager backend runs it, but this step runs on "
-            f"{type(backend).__name__}. Compile the step with backend='eager'."
+            f"{what} times every operation of the eager backend, but this step runs on {type(backend).__name__}. "
+            "Compile the step with backend='eager'."
         )
     return backend

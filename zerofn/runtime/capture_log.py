@@ -135,8 +135,9 @@ class CaptureLog:
             return
         self._unused.update(names)
         log.warning(
-            "%s: no loss uses %s%s. The gradient of such a parameter is zero, so weight decay and old moments still "
-            "move it; torch's optimizers would leave it alone. To keep it, write TrainState.create(..., frozen=...).",
+            "%s: no loss uses %s%s. The gradients of unused parameters are zero, so weight decay and old moments still "
+            "change them; torch's optimizers would not. To keep them unchanged, write TrainState.create(..., "
+            "frozen=...).",
             self._name,
             ", ".join(map(repr, names[:_NAMED])),
             f" and {len(names) - _NAMED} more parameters" if len(names) > _NAMED else "",
@@ -153,7 +154,10 @@ class CaptureLog:
             return
         key = self._changes.most_common(1)[0][0]
         if key == _OUTSIDE:
-            advice = "a step is captured again when what it reads outside its arguments changes: pass it in the batch"
+            advice = (
+                "a step is captured again when a value that it reads outside its arguments changes: pass that "
+                "value in the batch"
+            )
         elif key in numbers:
             advice = "a step is captured again for every new number: pass torch.tensor(...) instead"
         else:
@@ -173,10 +177,10 @@ def _no_products(float8: Mapping[str, str]) -> str:
     """Say why no product is float8. `float8`: see `Program`."""
     name, why = next(iter(float8.items()), ("", ""))
     return (
-        "no product is float8: all is bfloat16"
+        "no product is float8, all are bfloat16"
         + (f". Of {name!r}, for example: {why}" if name else ", as there is no matrix among the parameters")
-        + ". Products are float8 of torch.nn.functional.linear(x, w) and torch.addmm(b, x, w), where w is what the "
-        "loss function got, and not a view of it."
+        + ". Float8 products are torch.nn.functional.linear(x, w) and torch.addmm(b, x, w), if w is a parameter as the "
+        "loss function received it, not a view."
     )
 
 

@@ -42,19 +42,19 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
         if known != with_numbers:
             shared = " and ".join(map(repr, mesh.same_batch.names))
             raise RuntimeError(
-                f"{name}: ranks {before} and {rank} work on the same rows, and have different batches. Along "
-                f"{shared} ranks need the same rows: take those number mesh.rows.rank of mesh.rows.size."
+                f"{name}: ranks {before} and {rank} must have the same rows, but their batches differ. Ranks along "
+                f"{shared} share rows: choose rows by mesh.rows.rank, out of mesh.rows.size."
             )
         before, part = of_rows.setdefault((rows, found), (rank, place))
         if part != place:
             raise RuntimeError(
-                f"{name}: ranks {before} and {rank} share the sequences of their rows, along {mesh.tokens.name!r}, and "
-                "have the same batch: cut it by zerofn.parallel.split_sequence(batch, mesh)."
+                f"{name}: ranks {before} and {rank} share sequences along {mesh.tokens.name!r}, but have the same "
+                "batch. Write batch = zerofn.parallel.split_sequence(batch, mesh)."
             )
     if mesh.batch.size > 1 and len({found for _, found in of_rows}) == 1 and mesh.all.rank == 0:
         log.warning(
-            "%s: all %d ranks have the same batch, so they all do the work of one. Give each rank its own part, "
-            "such as with zerofn.sampler(dataset, mesh).",
+            "%s: all %d ranks have the same batch, so they all compute the same. Use different rows on each rank: "
+            "zerofn.sampler(dataset, mesh).",
             name,
             mesh.batch.size,
         )

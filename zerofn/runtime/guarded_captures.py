@@ -40,7 +40,7 @@ log = logging.getLogger("zerofn")
 CHECK = int(os.environ.get("ZEROFN_CHECK", "0"))  # every so many calls a capture is compared with one made now
 KEPT = 4  # captures of one signature: those of train() and eval(), twice
 _TOLD = 3  # changes that a message names
-_WATCH = "If the step shall follow it, name it in zerofn.compile(watch=[...])."
+_WATCH = "To make the step follow changes, add it to zerofn.compile(watch=[...])."
 
 
 def some(paths: Sequence[str], sign: str = ", ") -> str:
@@ -83,19 +83,19 @@ class LeftOut:
         # A list or dict now holds a tensor without a value; attributes, such as a module's cache, are common.
         self._tell(
             paths,
-            "writes %s when it is captured. A captured step does not write them again, and a change to them does not "
-            "lead to another capture; return what must be kept in the new state or in aux.",
+            "writes %s while it is captured. Later calls do not write them again, and changes to them do not cause "
+            "another capture. Return values to keep in the new state or in aux.",
             logging.WARNING if any(path.endswith("]") for path in paths) else logging.INFO,
         )
 
     def without_effect(self, paths: Sequence[str]) -> None:
         """Leave out what has changed in objects of libraries, and has changed nothing in the step."""
         self.paths.update(paths)
-        self._tell(paths, f"%s changed, and the graph is the same: not looked at again. {_WATCH}")
+        self._tell(paths, f"%s changed, but the graph is the same, so it is not watched any more. {_WATCH}")
 
     def frozen(self, paths: Sequence[str]) -> None:
         """Tell what is not read, so that a change to it leads to no other capture."""
-        self._tell(paths, f"what %s holds is frozen at capture. {_WATCH}")
+        self._tell(paths, f"the values in %s are frozen at capture. {_WATCH}")
 
     def _tell(self, paths: Sequence[str], text: str, level: int = logging.INFO) -> None:
         new = [path for path in dict.fromkeys(paths) if path not in self._told]
@@ -224,9 +224,9 @@ class Captures:
         def check() -> tuple[None, str]:
             if again is not None and self._differs(again):
                 raise StaleCapture(
-                    f"{self._left_out.name} has changed since it was captured, by something that is not looked at: "
-                    f"{self._differs(again, lines=True)}. Pass what changes in the batch, keep it in the state, or "
-                    "name it in zerofn.compile(watch=[...])."
+                    f"{self._left_out.name} has changed since it was captured, because of a value that ZeroFn does not "
+                    f"watch: {self._differs(again, lines=True)}. Pass this value in the batch, store it in the state, "
+                    "or add it to zerofn.compile(watch=[...])."
                 )
             return None, ""
 

@@ -93,9 +93,8 @@ def _clone_donated(name: str, tensors: list[Tensor], donated: set[Any], leaves: 
 def _refuse_drive(name: str, x: Tensor, handles: dict[int, str], who: str) -> None:
     if id(x) in handles:
         raise RuntimeError(
-            f"{name}: {who} are one place on a drive, {handles[id(x)]}, and the step's update of one would change "
-            "both. Give the other an entry of its own, filled by a compiled step that returns "
-            "state.replace(extra=state.params)."
+            f"{name}: {who} share one region on a drive, {handles[id(x)]}, so an update of one would change both. Make "
+            "a separate copy of one, by a compiled step that returns state.replace(extra=state.params)."
         )
 
 

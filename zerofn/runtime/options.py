@@ -27,20 +27,23 @@ class Options(NamedTuple):
     def checked(self) -> Options:
         """Return these options. Raises for those that are unknown or contradict each other."""
         if self.remat not in (None, "full", "auto"):
-            raise ValueError(f"compile: remat={self.remat!r} is not known; there are 'full', 'auto' and None.")
+            raise ValueError(f"compile: remat={self.remat!r} is not known; expected 'full', 'auto' or None.")
         if self.remat is not None and self.memory is not None:
             raise ValueError(
-                f"compile(memory={self.memory!r}) decides what is computed again; leave remat={self.remat!r} out."
+                f"compile(memory={self.memory!r}) chooses which activations are recomputed. Leave remat={self.remat!r} "
+                "out."
             )
         edits = callable(self.passes) and not hasattr(self.passes, "scope")  # a single pass can be called, too
         listed = isinstance(self.passes, list | tuple) and all(hasattr(x, "scope") for x in self.passes)
         if self.passes is not None and not edits and not listed:
             raise TypeError(
-                f"compile: passes={self.passes!r} is neither a list of zerofn.Pass, nor a function that takes the list "
-                'of passes and returns one, such as zerofn.passes.before("donate", zerofn.Pass(mine)).'
+                f"compile: passes={self.passes!r} must be a list of zerofn.Pass, or a function that takes the list of "
+                'passes and returns one, such as zerofn.passes.before("donate", zerofn.Pass(mine)).'
             )
         if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
-            raise TypeError(f"compile: watch={self.watch!r} is no list; write watch=[settings, lambda: rate()].")
+            raise TypeError(
+                f"compile: watch must be a list, got {self.watch!r}. Write watch=[settings, lambda: rate()]."
+            )
         return self if self.schedule is None else self._replace(schedule=as_given(self.schedule, "compile"))
 
     def plain(self) -> Options:

@@ -28,9 +28,9 @@ def returned(
         new, aux = outputs[: program.num_new], outputs[program.num_new :]
         return program.new_state.spread(new), program.aux.spread(aux)
     why = (
-        f"This state was given to {name} and its memory belongs to the state it returned; use that one, which the "
-        "compiled step also has as `.state`. To call the step twice with one state, such as in a cell that is run "
-        "again, give it zerofn.copy(state), or write compile(..., donate=False)."
+        f"This state was donated to {name}, and its memory belongs to the state that {name} returned. Use the returned "
+        "state, which the compiled step also has as `.state`. To call the step twice with one state, as in a cell that "
+        "is run again, pass zerofn.copy(state), or write compile(..., donate=False)."
     )
     fresh = iter(outputs)
     kept = set(program.kept)

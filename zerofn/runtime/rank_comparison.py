@@ -114,10 +114,12 @@ def _refuse_other_values(what: str, held: Sequence[Held], told: Sequence[Mapping
         more = f" (and of {len(found.leaves) - 1} more leaves)" if len(found.leaves) > 1 else ""
         name, one, other = found.leaves[0]
         raise RuntimeError(
-            f"{what}: ranks hold other values of {name!r}{more}, which must be the same on all ranks that hold it.\n"
-            f"  rank {found.one}: {one}\n  rank {found.other}: {other}\n"
-            "Change a sharded state in the same way on every rank, or make the change before zerofn.shard. What "
-            "belongs to one rank goes into its batch."
+            f"{what}: ranks have different values of {name!r}{more}, which must be the same on all ranks that hold "
+            "it.\n"
+            f"  rank {found.one}: {one}\n"
+            f"  rank {found.other}: {other}\n"
+            "Change a sharded state in the same way on every rank, or make the change before zerofn.shard. Put values "
+            "that belong to one rank into its batch."
         )
 
 
@@ -163,8 +165,8 @@ def _agree_on_messages(what: str, program: Program) -> None:
         a, b = next((a, b) for a, b in zip_longest(sent, received, fillvalue="nothing") if a != b)
         raise RuntimeError(
             f"{what}: stages of the pipeline differ. Rank {source} sends {len(sent)} messages to rank {target}, which "
-            f"receives {len(received)}; the first that differs is {a} there and {b} here. Every rank needs the same "
-            "cuts, schedule, passes and number of microbatches."
+            f"receives {len(received)}; the first that differs is {a} at the sender and {b} at the receiver. Every "
+            "rank needs the same cuts, schedule, passes and number of microbatches."
         )
 
 

@@ -33,8 +33,9 @@ def repeatable(devices: Sequence[torch.device]) -> Iterator[None]:
         return
     if any(x.type == "cuda" for x in devices) and os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in WORKSPACES:
         raise ValueError(
-            "compile(deterministic=True): cuBLAS repeats its sums only if CUBLAS_WORKSPACE_CONFIG=:4096:8 is in the "
-            "environment before its first use: set it where the script is started."
+            "compile(deterministic=True): cuBLAS returns the same bits in each run only if "
+            "CUBLAS_WORKSPACE_CONFIG=:4096:8 is in the environment before its first use. Set this variable when you "
+            "start the script."
         )
     sums, fill = the(Sums), cast(Any, torch.utils.deterministic)
     before, filled = sums.in_rank_order, fill.fill_uninitialized_memory

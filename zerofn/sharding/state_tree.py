@@ -103,7 +103,7 @@ def adapted(state: Any, precision: Precision) -> Any:
 
 def _tensor(name: str, x: Any) -> Tensor:
     if isinstance(x, Tensor):
-        special = special_values(x) or ("is sparse: give x.to_dense()" if x.is_sparse or x.is_sparse_csr else "")
+        special = special_values(x) or ("is sparse: pass x.to_dense()" if x.is_sparse or x.is_sparse_csr else "")
         if special:
             raise TypeError(f"shard: leaf {name!r} {special}.")
         return x

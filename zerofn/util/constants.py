@@ -91,18 +91,17 @@ def special_values(x: torch.Tensor) -> str:
     if stores_its_own_way(type(x)):
         return QUANTISED.format(type(x).__name__)
     if x.is_quantized:
-        return "is a quantised tensor: give x.dequantize(), or its integers, x.int_repr(), and its scale"
+        return "is a quantised tensor: pass x.dequantize(), or its integers, x.int_repr(), and its scale"
     if x.is_mkldnn:
-        return "lies in a layout of oneDNN's: give x.to_dense()"
+        return "has oneDNN's layout: pass x.to_dense()"
     if x.is_meta:
-        return 'is on "meta", with a shape and no values: give a tensor on a device'
+        return 'is on "meta", which has a shape but no values: pass a tensor on a device'
     return ""
 
 
 QUANTISED = (
-    "is a {}, a class of parameters that are stored quantised; shards are parts of plain tensors. Build the model "
-    "without quantisation (no quantization_config; nn.Linear): a frozen model in bfloat16 is cut over the ranks at "
-    "stage 3"
+    "is a {}, a class of quantised parameters, but only plain tensors can be sharded. Build the model without "
+    "quantisation (no quantization_config; nn.Linear). A frozen model in bfloat16 is sharded over the ranks at stage 3"
 )
 
 

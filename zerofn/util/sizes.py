@@ -25,7 +25,10 @@ def num_bytes(given: int | str) -> int:
         raise TypeError(f"expected an amount of memory such as '24GiB', or bytes above 0, got {given!r}.")
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", given)
     if not found or found[2].lower() not in _UNITS or not float(found[1]):
-        raise ValueError(f"{given!r} is no amount of memory; write '24GiB' (1024^3 bytes), '24GB' (1000^3), or bytes.")
+        raise ValueError(
+            f"{given!r} is not an amount of memory. Write '24GiB' (1024^3 bytes), '24GB' (1000^3), or a "
+            "number of bytes."
+        )
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 

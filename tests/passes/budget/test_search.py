@@ -235,7 +235,7 @@ def test_what_another_drop_makes_needless_is_kept():
 @pytest.mark.parametrize(
     ("memory", "error", "message"),
     [
-        ("24 apples", ValueError, "'24 apples' is no amount of memory; write '24GiB'"),
+        ("24 apples", ValueError, "'24 apples' is not an amount of memory. Write '24GiB'"),
         (0, TypeError, "expected an amount of memory"),
         (True, TypeError, "expected an amount of memory"),
     ],
