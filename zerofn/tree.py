@@ -298,13 +298,17 @@ def _endless(tree: Any) -> TypeError:
         path, x, above = todo.pop()
         place = f"{name_of(path)!r}" if path else "it"
         if id(x) in above:
-            return TypeError(f"A tree has no end: {place}, a {type(x).__name__}, lies in itself. Leave that entry out.")
+            return TypeError(
+                f"A tree has no end: {place}, a {type(x).__name__}, contains itself. Leave that entry out."
+            )
         if len(above) > _DEEP:
-            return TypeError(f"A tree has more than {_DEEP} levels, one in another: {place[:80]}.... Make it flat.")
+            return TypeError(f"A tree has more than {_DEEP} nested levels: {place[:80]}.... Make it flat.")
         with contextlib.suppress(ValueError, RecursionError):  # a leaf
             children, _, names, _ = optree.tree_flatten_one_level(x, namespace=NAMESPACE)
             todo += [((*path, name), y, (*above, id(x))) for name, y in zip(names, children, strict=True)]
-    return TypeError("A tree has no end: an attribute of what lies in it is that itself. Leave it out.")
+    return TypeError(
+        "A tree has no end: an attribute of one of its nodes is that node itself. Leave the attribute out."
+    )
 
 
 def unflatten(treedef: PyTreeSpec, leaves: Iterable[Any]) -> Any:

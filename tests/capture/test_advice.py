@@ -287,7 +287,7 @@ MISTAKES = {
     ),
     "on meta": (
         losing(lambda params, batch: (params["0.bias"] * torch.ones(3, device="meta")).sum()),
-        """a tensor on "meta" has a shape and no values. If it is a skeleton's parameter, do not""",
+        """a tensor on "meta" has a shape and no values. If it is a parameter of a skeleton, do not""",
     ),
     "aux": (
         losing(lambda params, batch: (loss_fn(params, batch), {"n": 1})),

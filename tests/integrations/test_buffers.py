@@ -152,7 +152,7 @@ def test_memory_is_shared_by_one_tensor_alone(name):
     if name in APART:
         check_memory(module)
         return
-    with pytest.raises(ValueError, match="Holds: '.*' and '.*' share memory, and are not one tensor"):
+    with pytest.raises(ValueError, match="Holds: '.*' and '.*' share memory, but are different tensors"):
         check_memory(module)
 
 

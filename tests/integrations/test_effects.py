@@ -239,7 +239,7 @@ def test_what_cannot_be_done_after_the_step_is_a_sentence_with_the_line():
 
     for method, sentence in {
         branches: "branch on data",
-        gives_away: "hands it to something that is not its own",
+        gives_away: "passes it to an object outside the module",
     }.items():
         kind = type("Refused", (Host,), {"compute_loss": method})
         with pytest.raises(zerofn.CaptureError, match=sentence) as error:

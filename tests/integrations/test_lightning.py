@@ -315,7 +315,7 @@ def manual(self):
 
 
 WRONG = {
-    "manual": (refused("Manual", None, __init__=manual), "manual optimization calls backward by itself"),
+    "manual": (refused("Manual", None, __init__=manual), "manual optimization calls backward itself"),
     "hook": (refused("Hook", None, on_after_backward=lambda self: None), "on_after_backward: gradients exist inside"),
     "number": (refused("Number", lambda self, batch, k: self.log("a", 1.0)), "got a number in training_step"),
     "none": (refused("Nothing", lambda self, batch, k: None), "returned None, which skips a batch"),
@@ -329,7 +329,7 @@ WRONG = {
     ),
     "lbfgs": (
         refused("Lbfgs", None, configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters())),
-        "LBFGS: there is no translation",
+        "LBFGS has no counterpart",
     ),
 }
 
@@ -344,9 +344,9 @@ def test_what_has_no_counterpart_is_a_sentence(name):
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"precision": "64-true"}, "precision='64-true' is not known; there are 32-true, bf16-mixed, 16-mixed"),
-        ({"sync_batchnorm": True}, "sync_batchnorm=True. is not there"),
-        ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of it would be called"),
+        ({"precision": "64-true"}, "precision='64-true' is not known; expected one of 32-true, bf16-mixed, 16-mixed"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True. is not supported"),
+        ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of this plugin would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),
     ],
 )
@@ -356,7 +356,7 @@ def test_options_without_an_effect(given, sentence):
 
 
 def test_codes_that_feed_back_are_refused():
-    with pytest.raises(ValueError, match="each microbatch of accumulate_grad_batches has a gradient of its own; write"):
+    with pytest.raises(ValueError, match="each microbatch of accumulate_grad_batches has its own gradient. Write"):
         ZeroFnStrategy(wire=zerofn.Wire(reduce="int8", feedback=True))
 
 

@@ -242,10 +242,10 @@ def test_moments_of_torchs_optimizer_are_refused_where_they_are_asked_for():
         trainer.strategy.optimizers = [torch.optim.SGD(module.parameters(), 0.1)]
 
     asks = {
-        "optimizer.state: the moments are in shards": lambda t, o, m: o.state[next(m.parameters())],
-        "optimizer.state: the moments": lambda t, o, m: o.state.clear(),
+        "optimizer.state is empty, because the moments are sharded": lambda t, o, m: o.state[next(m.parameters())],
+        "optimizer.state is empty": lambda t, o, m: o.state.clear(),
         "optimizer.state:": lambda t, o, m: o.load_state_dict({**o.state_dict(), "state": {0: {"step": 1}}}),
-        "the trainer has another optimizer than configure_optimizers made": replaces,
+        "the trainer's optimizer is not the one that configure_optimizers made": replaces,
     }
     for words, does in asks.items():
         with pytest.raises(ValueError, match=words):

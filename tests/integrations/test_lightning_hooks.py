@@ -214,7 +214,9 @@ def test_what_cannot_be_called_is_refused(name, method):
     overrides = type("Overrides", (kind,), {method: lambda *_: None})()
     callbacks = [overrides] if name == "callback" else []
     trainer = trainer_of(ZeroFnStrategy(), max_epochs=1, callbacks=callbacks)
-    with pytest.raises(ValueError, match=f"Overrides.{method}: gradients exist inside the compiled step only"):
+    with pytest.raises(
+        ValueError, match=f"Overrides.{method} would not be called: gradients exist inside the compiled step only"
+    ):
         trainer.fit(BoringModel() if callbacks else overrides)
     assert trainer.global_step == 0
 
@@ -301,7 +303,7 @@ class NoClosure(Line):
 
 @pytest.mark.parametrize(
     "make, sentence",
-    [(Twice, "ran optimizer_closure twice"), (NoClosure, "optimizer.step.. was called where there are no gradients")],
+    [(Twice, "called optimizer_closure twice"), (NoClosure, "optimizer.step.. was called without gradients")],
 )
 def test_a_closure_runs_once_for_an_update(make, sentence):
     with pytest.raises(ValueError, match=sentence):

@@ -124,5 +124,5 @@ def test_a_run_whose_groups_have_changed_does_not_go_on(tmp_path):
     path = trainer.checkpoint_callback.best_model_path
     with pytest.raises(zerofn.CheckpointError) as error:
         fitted(ZeroFnStrategy(), tmp_path, Tuned, resume=path, max_epochs=3)
-    assert "The optimizer has other groups here than where it was saved" in error.value.__notes__[-1]
+    assert "The optimizer's groups, or the trained parameters, differ" in error.value.__notes__[-1]
     Tuned.load_from_checkpoint(path)

@@ -184,7 +184,7 @@ class WithMean(Module):
 @pytest.mark.parametrize(
     "body, sentence",
     [
-        (as_loss, "computes with what the metric MeanMetric returns"),
+        (as_loss, "computes with the result of the metric MeanMetric"),
         (stops, "sets self.trainer.should_stop, and is captured"),
         (reads_rates, "reads self.trainer.optimizers, and is captured"),
         (counts, "reads self.count and changes it"),

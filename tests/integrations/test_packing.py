@@ -53,5 +53,5 @@ def test_documents_are_said_by_positions_unless_flash_attention_reads_where_they
     assert packed_by_positions(given, FLASH).keys() == given.keys()
     plain = {"input_ids": given["input_ids"]}
     assert packed_by_positions(plain, SDPA) == plain
-    with pytest.raises(ValueError, match="give position_ids that start again"):
+    with pytest.raises(ValueError, match="Pass position_ids that start again"):
         packed_by_positions({**given, "input_ids": given["input_ids"].view(2, 4)}, SDPA)

@@ -143,14 +143,20 @@ def test_an_entry_that_may_be_one_for_each_token_is_a_sentence(widths, seen):
     *before, last = widths
     for given in before:
         padding(weighted(*given, kind="weights"))
-    with pytest.raises(ValueError, match=rf"whether 'weights' has a value for each token, too: {seen}.*multiple_of=1"):
+    with pytest.raises(
+        ValueError,
+        match=rf"whether 'weights' has one value for each token and needs padding, too: {seen}.*multiple_of=1",
+    ):
         padding(weighted(*last, kind="weights"))
 
 
 def test_one_length_does_not_tell():
     padding = Padding(MODEL, None, -100)
     padding(batch(5))
-    with pytest.raises(ValueError, match="'w' has a value for each token, too: beside rows of 7 tokens it was 7 long"):
+    with pytest.raises(
+        ValueError,
+        match="'w' has one value for each token and needs padding, too: with rows of 7 tokens, its length was 7",
+    ):
         padding(weighted(7))
     assert lengths([padding(batch(8))]) == [16], "a batch without it"
 

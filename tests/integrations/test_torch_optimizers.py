@@ -64,12 +64,16 @@ def test_transformers_adafactor():
 @pytest.mark.parametrize(
     "kind, options, sentence",
     [
-        (torch.optim.LBFGS, {}, r"LBFGS: there is no translation. Of torch.optim, .* are AdamW \(betas, eps"),
-        (type("AdamW", (torch.optim.AdamW,), {}), {}, "test_torch_optimizers.AdamW: there is no translation"),
+        (
+            torch.optim.LBFGS,
+            {},
+            r"LBFGS has no counterpart in zerofn.optim. Known are, from torch.optim .* AdamW \(betas, eps",
+        ),
+        (type("AdamW", (torch.optim.AdamW,), {}), {}, "test_torch_optimizers.AdamW has no counterpart"),
         (torch.optim.AdamW, {"amsgrad": True}, "amsgrad=True has no counterpart"),
         (transformers.Adafactor, {"scale_parameter": False}, "scale_parameter and relative_step must be False"),
         (torch.optim.SGD, {"dampening": 0.1}, "dampening=0.1 has no counterpart"),
-        (torch.optim.SGD, {"betas": (0.1, 0.2)}, "has no counterpart; leave it out. There are momentum"),
+        (torch.optim.SGD, {"betas": (0.1, 0.2)}, "has no counterpart. Leave it out; the known arguments are momentum"),
     ],
 )
 def test_what_has_no_counterpart_is_a_sentence(kind, options, sentence):

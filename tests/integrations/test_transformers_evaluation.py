@@ -296,6 +296,6 @@ def test_a_number_that_microbatches_read_and_change_is_a_sentence(tmp_path):
 
 def test_a_tensor_in_an_attribute_that_is_written_in_place_is_a_sentence(tmp_path):
     with pytest.raises(
-        zerofn.CaptureError, match="writes into a tensor that is kept in an attribute. Make it a buffer"
+        zerofn.CaptureError, match="writes in place into a tensor that is stored in an attribute. Make it a buffer"
     ):
         queued(ours, tmp_path, model=Kept)

@@ -87,7 +87,7 @@ def test_ranks_of_a_mesh_are_one(ranks, tmp_path, build, axes, rank_rows, initia
 
 def test_what_is_no_mesh_is_a_sentence():
     assert axes_of(None) is None and axes_of("data=-1, tensor=2") == {"data": -1, "tensor": 2}
-    with pytest.raises(ValueError, match="'tenser=2', where the size of an axis was expected"):
+    with pytest.raises(ValueError, match="'tenser=2'; expected the size of an axis"):
         axes_of("tenser=2")
-    with pytest.raises(ValueError, match="parts of sequences"):
+    with pytest.raises(ValueError, match="splits sequences over ranks"):
         axes_of("data=2,context=2")

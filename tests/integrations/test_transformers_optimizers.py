@@ -189,14 +189,14 @@ class WithCallback(ours.Trainer):
 @pytest.mark.parametrize(
     "kind, sentence",
     [
-        (Clip, r"Clip._clip_grad_norm \(line \d+ of .*py\) takes gradients.*max_grad_norm"),
+        (Clip, r"Clip._clip_grad_norm \(line \d+ of .*py\) uses gradients.*max_grad_norm"),
         (Wrap, r"Wrap._wrap_model \(line \d+ of .*py\) would never be called: give the model"),
         (Save, r"Save._save \(line \d+ of .*py\) would never be called: override save_model"),
-        (WithCallback, r"Scale.on_pre_optimizer_step \(line \d+ of .*py\) takes gradients.*grad_norm"),
-        (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\): gradients exist inside the compiled"),
-        (NoStep, "an update is due, and Trainer's own training_step was not called"),
-        (OwnOptimizer, "test_transformers_optimizers.Own: there is no translation.*AdamW"),
-        (NoOptimizer, "NoOptimizer.create_optimizer left NoneType in self.optimizer"),
+        (WithCallback, r"Scale.on_pre_optimizer_step \(line \d+ of .*py\) uses gradients.*grad_norm"),
+        (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\), but gradients exist inside the compiled"),
+        (NoStep, r"an update is due, but super\(\).training_step was not called"),
+        (OwnOptimizer, "test_transformers_optimizers.Own has no counterpart.*AdamW"),
+        (NoOptimizer, "NoOptimizer.create_optimizer set self.optimizer to NoneType"),
         (UsedOptimizer, "UsedOptimizer.create_optimizer: the optimizer has a state of 20 parameters"),
     ],
 )

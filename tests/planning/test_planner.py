@@ -307,7 +307,7 @@ def test_rows_are_those_of_a_ranks_batch():
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"machine": "H100-9"}, "machine 'H100-9' is not known; did you mean 'H100-8'"),
-    ({"machine": "nowhere.json"}, "there is no file 'nowhere.json'; `zerofn profile nowhere.json` writes it"),
+    ({"machine": "nowhere.json"}, "the file 'nowhere.json' does not exist; `zerofn profile nowhere.json` writes it"),
     ({"world": 0}, r"world=0\): expected the number of ranks"),
     ({"rows": 0}, r"rows=0\): expected a number above 0"),
     ({"stage": 4}, "stage=4.* is not known"),
@@ -339,7 +339,7 @@ def test_machines_are_kept_in_files(tmp_path):
     HERE.save(tmp_path / "here.json")
     assert machine_of(tmp_path / "here.json").flops == HERE.flops
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no machine's profile .*zerofn profile"):
+    with pytest.raises(ValueError, match="is not the profile of a machine .*zerofn profile"):
         machine_of(tmp_path / "other.json")
     for name, machine in KNOWN.items():
         assert machine.name == name and machine.memory > 0 and machine.rank_link(64) > 0

@@ -95,14 +95,16 @@ class Machine:
         try:
             return Machine(**json.loads(text))
         except json.JSONDecodeError as error:
-            raise ValueError(f"Machine.from_json: text must be what to_json wrote, and is no JSON: {error}.") from None
+            raise ValueError(
+                f"Machine.from_json: text must be the output of to_json, but is not JSON: {error}."
+            ) from None
 
     @checked()
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, atomically."""
         target = Path(path)
         if not target.parent.is_dir():
-            raise ValueError(f"there is no folder {os.fspath(target.parent)!r} for {target.name}.")
+            raise ValueError(f"the folder {os.fspath(target.parent)!r} for {target.name} does not exist.")
         scratch = target.with_name(f".{target.name}.{os.getpid()}")
         scratch.write_text(self.to_json())
         scratch.replace(target)
@@ -115,8 +117,8 @@ class Machine:
             return Machine.from_json(Path(path).read_text())
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{os.fspath(path)} is no machine's profile ({error}); write one with "
-                f"`zerofn profile {os.fspath(path)}`."
+                f"{os.fspath(path)} is not the profile of a machine ({error}). Write one with `zerofn profile "
+                f"{os.fspath(path)}`."
             ) from None
 
     def rate_of(self, dtype: torch.dtype) -> float:
@@ -137,8 +139,8 @@ class Machine:
         if not getattr(self, rate):
             how = "`zerofn profile FILE --folder DIR`" if rate.startswith("disk") else "`zerofn profile FILE` there"
             raise ValueError(
-                f"machine {self.name!r}: {rate!r} (bytes a second), on which this step's time depends, is "
-                f"not known: measure it with {how}, or write zerofn.Machine(..., {rate}=...)."
+                f"machine {self.name!r}: {rate!r} (bytes a second) is not known, but this step's time depends on it. "
+                f"Measure it with {how}, or write zerofn.Machine(..., {rate}=...)."
             )
         return float(getattr(self, rate))
 
@@ -146,8 +148,8 @@ class Machine:
         """Raise `ValueError` if the rate between that many ranks is unknown."""
         if world > 1 and not self.link:
             raise ValueError(
-                f"machine {self.name!r} was measured by one rank, so how fast ranks send to each other is "
-                "not known: write `zerofn profile FILE --ranks 2`, or take one rank."
+                f"machine {self.name!r} was measured by one rank, so the speed of transfers between ranks is not "
+                "known. Type `zerofn profile FILE --ranks 2`, or use one rank."
             )
 
     @property
@@ -287,14 +289,16 @@ def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
     if (several := re.fullmatch(r"(\d+) ?x ?(\S.*)", os.fspath(given))) and not Path(given).is_file():
         number, one = int(several[1]), machine_of(several[2])
         if not number:
-            raise ValueError(f"machine {os.fspath(given)!r} has no node; write '2 x {several[2]}' for two.")
+            raise ValueError(f"machine {os.fspath(given)!r} has no nodes. Write '2 x {several[2]}' for two.")
         return dataclasses.replace(one, name=f"{number} x {one.name}", nodes=number)
     if os.fspath(given) in KNOWN:
         return KNOWN[os.fspath(given)]
     if Path(given).is_file():
         return Machine.load(given)
     if os.fspath(given).endswith(".json"):
-        raise ValueError(f"there is no file {os.fspath(given)!r}; `zerofn profile {os.fspath(given)}` writes it.")
+        raise ValueError(
+            f"the file {os.fspath(given)!r} does not exist; `zerofn profile {os.fspath(given)}` writes it."
+        )
     near = nearest(os.fspath(given), list(KNOWN), 1, 0.6)
     raise ValueError(
         f"machine {os.fspath(given)!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} "

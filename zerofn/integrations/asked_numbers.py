@@ -31,9 +31,9 @@ class Asks(TorchFunctionMode):
             return self._asked(func, *args, **kwargs)
         if func is Tensor.data_ptr and is_traced(args[0]):
             refuse(
-                "the step asks for the address of a tensor, which has none while the step is captured. To find tied "
-                "parameters, compare id(p), or list named_parameters(), which has them once. A kernel that takes "
-                "addresses can be a part of the step as an operation of torch.library.custom_op."
+                "the step asks for the address of a tensor, which has no address while the step is captured. To find "
+                "tied parameters, compare id(p), or list named_parameters(), which lists each of them once. To call a "
+                "kernel that takes addresses, wrap it in torch.library.custom_op."
             )
         for x in args:
             if is_recorder(x):

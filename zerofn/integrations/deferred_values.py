@@ -208,8 +208,8 @@ class Later:
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         refuse(
-            "the step writes into a tensor that is kept in an attribute. Make it a buffer, which may be written so: "
-            "self.register_buffer(name, tensor). Or assign a new tensor to the attribute."
+            "the step writes in place into a tensor that is stored in an attribute. Make it a buffer, which may be "
+            "written in place: self.register_buffer(name, tensor). Or assign a new tensor to the attribute."
         )
 
     def __str__(self) -> str:
@@ -236,8 +236,8 @@ def now_of(x: Any) -> Any:
     """Return a value with what stands in the captured step for what is known later, in containers, too."""
     if type(x) is slice and any(type(part) is Traced for part in parts_of(x)):
         refuse(
-            "the step cuts at a number that it takes from a tensor, which has no value while the step is captured. "
-            "Index with a tensor: `i = (self.at + torch.arange(n)) % size` and `self.queue[i] = x`."
+            "the step slices with a number that it reads from a tensor, which has no value while the step is captured. "
+            "Index with a tensor instead: `i = (self.at + torch.arange(n)) % size` and `self.queue[i] = x`."
         )
     return x.now() if isinstance(x, Later) else mapped(now_of, x)
 

@@ -68,8 +68,8 @@ class Live:
         """Return a parameter's value, which is the same tensor until `settle`. All ranks must ask."""
         if self._in_step:
             raise RuntimeError(
-                f"{type(self.module).__name__}: the step reads the parameter {name!r} past the ones that it is given, "
-                "such as from a list that was made before; read it as an attribute of its module."
+                f"{type(self.module).__name__}: the step reads the parameter {name!r} from another place than its "
+                "module, such as a list that was made before. Read it as an attribute of its module."
             )
         if name not in self._values:
             with torch.no_grad(), torch.inference_mode(False), zerofn.because(self._alone(name)):
@@ -80,10 +80,10 @@ class Live:
 
     def _alone(self, name: str) -> str:
         return (
-            f"the parameter {name!r} of {type(self.module).__name__} is read or written outside of the step, which all "
-            "ranks must do together. To read or save it on one, write `if trainer.is_global_zero:` inside of "
-            "`with trainer.strategy.whole_model():`, which every rank enters; in transformers' Trainer, "
-            "`if trainer.is_world_process_zero():` inside of `with trainer.whole_model():`. Write to it on every rank."
+            f"the parameter {name!r} of {type(self.module).__name__} is read or written outside the step, which all "
+            "ranks must do together. To read or save it on one rank, write `if trainer.is_global_zero:` inside of "
+            "`with trainer.strategy.whole_model():`, which every rank enters; in transformers' Trainer, `if "
+            "trainer.is_world_process_zero():` inside of `with trainer.whole_model():`. Write to it on every rank."
         )
 
     def _tell(self, name: str, unit: list[Tensor]) -> None:
@@ -92,8 +92,8 @@ class Live:
         self._told = True
         here, whole = (sum(x.numel() * x.element_size() for x in xs) for xs in (unit, self.parameters.values()))
         log.warning(
-            "%s: %r was used outside of the step. Its unit, %s of the module's %s, is gathered on every rank and held "
-            "until the next step.", type(self.module).__name__, name, _bytes(here), _bytes(whole),
+            "%s: %r was used outside the step. Its unit, %s of the module's %s, is gathered on every rank and stays in "
+            "memory until the next step.", type(self.module).__name__, name, _bytes(here), _bytes(whole),
         )  # fmt: skip
 
     # ---- what its owner does
@@ -138,7 +138,9 @@ class Live:
             buffers, last = self._owners[name]
             new = buffers.get(last)
             if new is None:
-                raise ValueError(f"{type(self.module).__name__}: the buffer {name!r} is gone; write to it instead.")
+                raise ValueError(
+                    f"{type(self.module).__name__}: the buffer {name!r} was deleted. Write new values to it instead."
+                )
             if new is not mine or new.data_ptr() != extra[name].data_ptr():
                 found[name] = new.detach().to(extra[name].device, copy=True)
                 self._buffers[name] = new
@@ -185,8 +187,8 @@ class Live:
         found = owner._parameters.get(last)
         if any(other._parameters.get(x) is not found for other, x in tied):
             raise ValueError(
-                f"{type(self.module).__name__}: {name!r} is one parameter at several places, and was replaced at one "
-                "of them; write to it instead, or replace it at all of them."
+                f"{type(self.module).__name__}: {name!r} is one parameter with several names, and was replaced under "
+                "one of them. Write new values to it instead, or replace it under all of its names."
             )
         return found
 
@@ -197,8 +199,8 @@ class Live:
             what = "nothing" if new is None else f"{new.dtype} of shape {tuple(new.shape)}"
             raise ValueError(
                 f"{type(self.module).__name__}: the parameter {name!r} is {mine[1]} of shape {tuple(mine[0])} in the "
-                f"state, and there is {what} in its place. A state keeps shapes and dtypes: make another trainer for "
-                "another model."
+                f"state, but was replaced by {what}. Shapes and dtypes of a state cannot change. For another model, "
+                "make another trainer."
             )
         return new.detach()
 
@@ -323,9 +325,9 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _refuse_hook(live: Live, name: str) -> NoReturn:
     raise ValueError(
-        f"{type(live.module).__name__}: the parameter {name!r} has a hook on its gradient, which exists inside the "
-        "compiled step alone: the hook would not be called. To keep weights as they are, write them back in a hook or "
-        "a callback after the step."
+        f"{type(live.module).__name__}: the parameter {name!r} has a hook on its gradient, which would not be called, "
+        "because gradients exist inside the compiled step only. To leave weights unchanged, write them back in a hook "
+        "or a callback after the step."
     )
 
 

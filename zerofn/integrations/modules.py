@@ -50,10 +50,10 @@ def check_same_model(module: nn.Module, params: Any) -> None:
     ]
     if differing:
         raise ValueError(
-            f"{type(module).__name__}: the function that builds the model gives two different ones: "
+            f"{type(module).__name__}: the function that builds the model returned two different models: "
             f"{'; '.join(differing[:3])}{f'; and {len(differing) - 3} more' if len(differing) > 3 else ''}. It is "
-            "called once for the shapes and once for the values, so it may not change what it reads (pop an entry, "
-            "count). Let it begin with a copy: config = copy.deepcopy(config)."
+            "called once for the shapes and once for the values, so it may not change its inputs, by popping an entry "
+            "of a config for example. Start it with a copy: config = copy.deepcopy(config)."
         )
 
 
@@ -74,9 +74,9 @@ def check_memory(module: nn.Module) -> None:
         for (_, last, name, _), (first, _, other, _) in pairwise(held):
             if first <= last:
                 raise ValueError(
-                    f"{type(module).__name__}: {name!r} and {other!r} share memory, and are not one tensor. Each would "
-                    "get memory of its own, and a write to one would not be seen in the other. Let both names be one "
-                    "tensor, or make the second where it is used, such as self.q[0] in forward."
+                    f"{type(module).__name__}: {name!r} and {other!r} share memory, but are different tensors. Each "
+                    "would get its own memory, and a write to one would not change the other. Make both names the same "
+                    "tensor, or compute the second where it is used, such as self.q[0] in forward."
                 )
     for prefix, part in module.named_modules():
         for attribute, x in vars(part).items():
@@ -101,8 +101,9 @@ def keep_assigned(found: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) ->
         if x is not before:
             if x.shape != before.shape:
                 raise ValueError(
-                    f"the buffer {name!r} of shape {tuple(before.shape)} is assigned one of shape {tuple(x.shape)}; a "
-                    "captured step keeps shapes: let the buffer have the last one from the begin."
+                    f"the step assigns a tensor of shape {tuple(x.shape)} to the buffer {name!r} of shape "
+                    f"{tuple(before.shape)}, but a captured step cannot change shapes. Create the buffer with its "
+                    "final shape."
                 )
             before.copy_(x.detach())
 
@@ -131,9 +132,8 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
             new = _let_go(module, made)
     if new:
         raise ValueError(
-            f"the step makes {new!r}, a buffer or parameter that was not there, or None, before it. What one step "
-            "leaves for the next has its shape from the begin: in __init__, write "
-            f'self.register_buffer("{new.rpartition(".")[2]}", torch.zeros(...)).'
+            f"the step creates {new!r}, a buffer or parameter that did not exist, or was None, before the step. Create "
+            f'it with its shape in __init__: self.register_buffer("{new.rpartition(".")[2]}", torch.zeros(...)).'
         )
     for name, (x, before) in lent.items():
         if _mark(x) != before:
@@ -141,9 +141,9 @@ def call_with(module: nn.Module, values: Mapping[str, Tensor], args: tuple[Any, 
     for name, x, before, mine in buffers:
         if (other := getattr(mine, "_shared_with", "")) and _mark(x) != before:
             raise ValueError(
-                f"the step writes to the buffer {_own(name)!r}, whose memory the attribute {other!r} shares. A step is "
-                f"given the state's buffers, so {other!r} would keep what it had. Take it from the buffer where it is "
-                "used, such as self.q[0] in forward."
+                f"the step writes to the buffer {_own(name)!r}, whose memory the attribute {other!r} shares. The step "
+                f"writes to the state's copy of the buffer, so {other!r} would keep its old values. Compute it from "
+                "the buffer where it is used, such as self.q[0] in forward."
             )
     return found
 
@@ -174,10 +174,9 @@ def _own(name: str) -> str:
 
 def _refuse_write(name: str) -> NoReturn:
     raise ValueError(
-        f"the step writes to the parameter {_own(name)!r}, or sets its "
-        "requires_grad. In the step the optimizer alone changes parameters. Move what is written to on_step_begin of a "
-        "TrainerCallback (transformers), or to on_train_batch_start (Lightning): there the same lines do the same. Or "
-        "make it a buffer."
+        f"the step writes to the parameter {_own(name)!r}, or sets its requires_grad. Inside the step, only the "
+        "optimizer may change parameters. Move these lines to on_step_begin of a TrainerCallback (transformers), or to "
+        "on_train_batch_start (Lightning), where they work unchanged. Or make it a buffer."
     )
 
 

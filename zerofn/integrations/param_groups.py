@@ -57,8 +57,8 @@ class ParamGroups:
             for p in group["params"]:
                 if id(p) not in names:
                     raise ValueError(
-                        f"{source}: group {k} has a tensor of shape {tuple(p.shape)} that is no parameter "
-                        "of the module; make it an nn.Parameter of the module."
+                        f"{source}: group {k} has a tensor of shape {tuple(p.shape)} that is not a parameter of the "
+                        "module. Make it an nn.Parameter of the module."
                     )
                 self._of[names[id(p)]] = k
         self._trained = [name for name, p in module.named_parameters() if p.requires_grad and name in self._of]
@@ -84,8 +84,8 @@ class ParamGroups:
         """Raise `ValueError` if these are not the groups of an optimizer."""
         if optimizer is not self._optimizer:
             raise ValueError(
-                f"the trainer has another optimizer than {self._source} made. Change the groups of that one, or begin "
-                "a new run."
+                f"the trainer's optimizer is not the one that {self._source} made. Change the groups of that "
+                "optimizer, or start a new run."
             )
 
     def learns(self, name: str) -> bool:
@@ -165,8 +165,8 @@ class ParamGroups:
                 if not can_change(type(self._optimizer).__name__, key):
                     raise ValueError(
                         f"optimizer {type(self._optimizer).__name__}: {key} of group {k} has changed from "
-                        f"{before[key]} to {value}; only learning rates, betas, momentum and weight decay may change "
-                        "while it trains."
+                        f"{before[key]} to {value}, but during training only learning rates, betas, momentum and "
+                        "weight decay may change."
                     )
                 found.add(key)
         return found
@@ -230,8 +230,8 @@ class NoMoments(defaultdict[Any, Any]):
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
-            "optimizer.state: the moments are in shards, and the optimizer has none. They are in the opt_state of "
-            "trainer.sharded, or of trainer.strategy.state under Lightning. To begin with new ones, begin a new run."
+            "optimizer.state is empty, because the moments are sharded. They are in the opt_state of trainer.sharded, "
+            "or of trainer.strategy.state under Lightning. To reset them, start a new run."
         )
 
     __getitem__ = __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = _refuse
@@ -242,8 +242,8 @@ def _take_moments(optimizer: torch.optim.Optimizer, source: str) -> None:
     used = [x for x in optimizer.state.values() if float(x.get("step", 0)) > 0]
     if used:
         raise ValueError(
-            f"{source}: the optimizer has a state of {len(used)} parameters, which would be lost. Begin with a new "
-            "one; a checkpoint of the trainer goes on with its moments."
+            f"{source}: the optimizer already has state for {len(used)} parameters, which would be lost. Pass a new "
+            "optimizer. To continue with saved moments, resume from a checkpoint of the trainer."
         )
     optimizer.state = NoMoments()  # Adagrad's began with tensors of every parameter's size
 

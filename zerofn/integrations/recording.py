@@ -92,9 +92,9 @@ class Recording:
         for x, line in self.mode.taken:
             if x() is not None:
                 refuse(
-                    f"{self._method} takes a tensor's value at {line} and hands it to something that is not its own: "
-                    "that would get the value once, while the step is captured. Keep the value in an attribute, "
-                    "`self.losses.append(loss.item())`, and hand it on in a callback."
+                    f"{self._method} reads a tensor's value at {line} and passes it to an object outside the module, "
+                    "which would receive the value only once, while the step is captured. Store the value in an "
+                    "attribute, `self.losses.append(loss.item())`, and pass it on in a callback."
                 )
 
     def _is_users(self, x: Any) -> bool:
@@ -195,14 +195,15 @@ class Recording:
         what = text_of(path if key is ALL else (*path, key))
         if place[0]:
             refuse(
-                f"{self._method} reads {what} and changes it. It is captured once for the {self._rounds} microbatches "
-                "of a step: all of them would go on with what the first has read. Change it in a callback, keep it as "
-                "a tensor in a buffer, or leave out the accumulation."
+                f"{self._method} reads {what} and changes it. The method is captured once for the {self._rounds} "
+                "microbatches of a step, so all of them would use the value that the first one reads. Change the value "
+                "in a callback, store it as a tensor in a buffer, or train without gradient accumulation."
             )
         refuse(
-            f"{self._method} reads {what} and changes it. It runs once, to be captured, and would go on with "
-            "what it has read then; what it appends, assigns and adds is done at every step. Read it in a callback, or "
-            "pass it in the batch. What one step fills, reads and clears again may be a local or a global variable."
+            f"{self._method} reads {what} and changes it. The method runs only once, when it is captured, so later "
+            "steps would use the value of that time; appending, assigning and adding are repeated at every step, "
+            "reading is not. Read the value in a callback, or pass it in the batch. For a value that each step fills, "
+            "reads and clears, use a local or global variable."
         )
 
     def call(self, path: Path, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -236,8 +237,8 @@ class Recording:
         found = first(), second()
         if any(slot is None for slot, _ in self._lines[before:]):
             refuse(
-                f"{self._method} does one thing or another by a value that is not known while it is captured. Let both "
-                "do the same with another value: `self.x.append(a if condition else b)`."
+                f"{self._method} branches on a value that is not known while it is captured. Make both branches call "
+                "the same method with different values: `self.x.append(a if condition else b)`."
             )
         return Later(Either(test, *found), lambda: torch.where(*map(_as_tensor, (test, *found))))
 

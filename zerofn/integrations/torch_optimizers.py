@@ -24,8 +24,8 @@ def translated(kind: type, options: Mapping[str, Any], rate: Any, mask: Mask = N
     if known is None:
         there = ", ".join(f"{x} ({', '.join(names)})" for x, (_, names) in _KNOWN.items())
         raise ValueError(
-            f"optimizer {kind.__module__}.{name}: there is no translation. Of torch.optim, and Adafactor of "
-            f"transformers, there are {there}."
+            f"optimizer {kind.__module__}.{name} has no counterpart in zerofn.optim. Known are, from torch.optim and "
+            f"with transformers' Adafactor, {there}."
         )
     make, names = known
     given = {k: v for k, v in options.items() if k not in _IGNORED and k != "lr"}
@@ -34,7 +34,8 @@ def translated(kind: type, options: Mapping[str, Any], rate: Any, mask: Mask = N
     for key, value in given.items():
         if key not in names and value:  # what is 0, False or None is off
             raise ValueError(
-                f"optimizer {name}: {key}={value!r} has no counterpart; leave it out. There are {', '.join(names)}."
+                f"optimizer {name}: {key}={value!r} has no counterpart. Leave it out; the known arguments are "
+                f"{', '.join(names)}."
             )
     given = {k: v for k, v in given.items() if k in names}
     return make(rate, mask, **given)

@@ -70,8 +70,9 @@ class RewardTrainer(Trainer, trl.RewardTrainer):
 def __getattr__(name: str) -> Any:
     if name in dir(trl) and name.endswith(("Trainer", "Config")):
         raise ImportError(
-            f"zerofn.integrations.trl has no {name}: SFTTrainer, DPOTrainer and RewardTrainer train under ZeroFn, and "
-            "those that generate in their steps do not. Generate in trainer.whole_model(), and train with one of these."
+            f"zerofn.integrations.trl has no {name}: ZeroFn supports SFTTrainer, DPOTrainer and RewardTrainer, but not "
+            "trainers that generate text inside their steps. Generate under trainer.whole_model(), and train with one "
+            "of the three."
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -82,7 +83,7 @@ def _checked(args: Any, kind: type) -> Any:
         return kind(output_dir="tmp_trainer")
     if not isinstance(args, kind):
         raise TypeError(
-            f"{kind.__name__.replace('Config', 'Trainer')}: args is a {type(args).__module__}.{type(args).__name__}; "
-            f"import {kind.__name__} from zerofn.integrations.trl, too."
+            f"{kind.__name__.replace('Config', 'Trainer')}: args is a {type(args).__module__}.{type(args).__name__}. "
+            f"Import {kind.__name__} from zerofn.integrations.trl, too."
         )
     return args

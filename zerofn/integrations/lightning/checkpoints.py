@@ -99,8 +99,8 @@ def load(folder: Path, like: Any, io: Any, weights_only: bool | None, whole: boo
     kept = folder / _name(stepped)
     if not kept.is_file():
         raise zerofn.CheckpointError(
-            f"{folder} has a state of step {int(stepped.step)}, and no file {kept.name!r}, in which Lightning keeps "
-            "the place in the data and its callbacks; it was not saved by ZeroFnStrategy, or the file was removed."
+            f"{folder} has a state of step {int(stepped.step)}, but no file {kept.name!r}, in which Lightning stores "
+            "the position in the data and its callbacks. It was not saved by ZeroFnStrategy, or the file was removed."
         )
     found = {"state_dict": {}, **io.load_checkpoint(kept, weights_only=weights_only)}
     if whole:

@@ -104,8 +104,8 @@ class Lender:
         for name, value, mine in written:
             if mine.dtype != value.dtype:
                 raise ValueError(
-                    f"{type(self._module).__name__}: a step of an evaluation wrote to {name!r}, which it has in "
-                    f"{value.dtype}, and which is {mine.dtype}; write to it in a hook, such as on_validation_epoch_end."
+                    f"{type(self._module).__name__}: an evaluation step wrote to {name!r}, which is {mine.dtype}, but "
+                    f"{value.dtype} during the evaluation. Write to it in a hook, such as on_validation_epoch_end."
                 )
             mine.data.copy_(value)
             self._written.add(name)
@@ -143,9 +143,9 @@ class _Lent(nn.Parameter):
     def data(self, new: Tensor) -> None:
         if (new.shape, new.dtype) != (self.shape, self.dtype):
             raise ValueError(
-                f"a step of an evaluation gives a parameter, which is {self.dtype} of shape {tuple(self.shape)}, data "
-                f"that is {new.dtype} of shape {tuple(new.shape)}. A state keeps shapes and dtypes: change a copy, "
-                "copy.deepcopy(self.layer)."
+                f"an evaluation step assigns data of {new.dtype} and shape {tuple(new.shape)} to a parameter of "
+                f"{self.dtype} and shape {tuple(self.shape)}. Shapes and dtypes of a state cannot change. Change a "
+                "copy: copy.deepcopy(self.layer)."
             )
         with torch.no_grad():
             self.copy_(new)

@@ -26,8 +26,8 @@ class Ranks(ParallelStrategy):
         assert self.parallel_devices is not None
         if self.local_rank >= len(self.parallel_devices):
             raise ValueError(
-                f"Trainer(devices={self.num_processes}): the launcher has started more ranks on this machine, this one "
-                f"is number {self.local_rank}; give devices= the number of its ranks."
+                f"Trainer(devices={self.num_processes}): the launcher has started more ranks on this machine: this one "
+                f"has the local rank {self.local_rank}. Set devices= to the number of ranks on this machine."
             )
         return self.parallel_devices[self.local_rank]
 
@@ -71,8 +71,8 @@ class Ranks(ParallelStrategy):
         found = zerofn.world_size()  # joins the ranks
         if found != self.world_size:
             raise ValueError(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) are {self.world_size} ranks, and "
-                f"{found} were started; give the numbers of the launcher."
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) are {self.world_size} ranks, but "
+                f"{found} were started. Use the same numbers as the launcher."
             )
 
     def barrier(self, name: str | None = None) -> None:
@@ -106,5 +106,5 @@ class Ranks(ParallelStrategy):
         if not dist.is_initialized():
             return tensor
         if group not in (None, dist.group.WORLD):
-            raise ValueError("ZeroFnStrategy: all_gather over a group has no counterpart; leave group out.")
+            raise ValueError("ZeroFnStrategy: all_gather over a group is not supported. Leave group out.")
         return zerofn.collectives.all_gather((tensor if sync_grads else tensor.detach())[None])

@@ -73,9 +73,8 @@ class Steps:
         """Return the state after an update by the gradients that are there."""
         if self.sums is None:
             raise ValueError(
-                f"{type(self._module).__name__}: optimizer.step() was called where there are no gradients: its closure "
-                "did not run, and none ran since the last update. Pass the closure: "
-                "optimizer.step(closure=optimizer_closure)."
+                f"{type(self._module).__name__}: optimizer.step() was called without gradients: no closure has run "
+                "since the last update. Pass the closure: optimizer.step(closure=optimizer_closure)."
             )
         both, _ = self._alone({"state": state, "sums": self.sums}, {})
         self.sums = None
@@ -134,7 +133,7 @@ def _loss_of(out: Any, module: LightningModule) -> Tensor:
     if not isinstance(loss, Tensor):
         what = "None, which skips a batch" if out is None else f"a {type(out).__name__} without a loss"
         raise ValueError(
-            f"{type(module).__name__}.training_step returned {what}; a captured step always has a loss: return a "
+            f"{type(module).__name__}.training_step returned {what}, but a captured step needs a loss. Return a "
             "tensor, or a dict with the tensor 'loss'."
         )
     return loss

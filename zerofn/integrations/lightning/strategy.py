@@ -76,8 +76,8 @@ class ZeroFnStrategy(Ranks):
         super().__init__(**kwargs)
         if getattr(wire, "feedback", False):
             raise ValueError(
-                "ZeroFnStrategy: feedback=True is for one gradient a step, and each microbatch of "
-                "accumulate_grad_batches has a gradient of its own; write rounding='stochastic', which keeps nothing."
+                "ZeroFnStrategy: feedback=True needs one gradient for each step, but each microbatch of "
+                "accumulate_grad_batches has its own gradient. Write rounding='stochastic', which stores no errors."
             )
         self._shard_options = {"stage": stage, "offload": offload, "wire": wire}
         self._compile_options = {"memory": memory, "remat": remat, "machine": machine}
@@ -120,7 +120,9 @@ class ZeroFnStrategy(Ranks):
         plugin = self._precision_plugin
         word = "32-true" if plugin is None else str(plugin.precision)
         if word not in _PRECISIONS:
-            raise ValueError(f"ZeroFnStrategy: precision={word!r} is not known; there are {', '.join(_PRECISIONS)}.")
+            raise ValueError(
+                f"ZeroFnStrategy: precision={word!r} is not known; expected one of {', '.join(_PRECISIONS)}."
+            )
         return _PRECISIONS[word]
 
     # ---- the module and its state
@@ -129,8 +131,8 @@ class ZeroFnStrategy(Ranks):
         """Take a module; its `configure_model` will make shapes only."""
         if model is not self._of and is_shape_only(model):
             raise ValueError(
-                f"{type(model).__name__}: its parameters have no values; build it without zerofn.skeleton, or in "
-                "configure_model."
+                f"{type(model).__name__}: the module's parameters have no values. Build it without zerofn.skeleton, or "
+                "in configure_model."
             )
         super().connect(model)
         watch(model)
@@ -240,8 +242,8 @@ class ZeroFnStrategy(Ranks):
             self._steps.sums = None  # here Lightning's closure sets gradients to zero
         if self._update == "done":
             raise ValueError(
-                f"{type(self.lightning_module).__name__}: the closure of optimizer.step ran optimizer_closure twice, "
-                "which has updated the parameters the first time. Call it once."
+                f"{type(self.lightning_module).__name__}: the closure passed to optimizer.step called "
+                "optimizer_closure twice, but the first call has already updated the parameters. Call it once."
             )
         update = self._update == "due" and not self._apart
         before = self._with_rates()
@@ -257,8 +259,9 @@ class ZeroFnStrategy(Ranks):
         if self._groups.has_changed():
             if self._steps.sums is not None:
                 raise ValueError(
-                    f"{type(self.lightning_module).__name__}: other parameters are trained than before, and there are "
-                    "gradients of a part of an update; change requires_grad, or the optimizer, before its first batch."
+                    f"{type(self.lightning_module).__name__}: the set of trained parameters changed in the middle of "
+                    "an update with accumulated gradients. Change requires_grad, or the optimizer, before the first "
+                    "batch of an update."
                 )
             self._relay(self._groups)
         state = self.state
@@ -334,7 +337,7 @@ class ZeroFnStrategy(Ranks):
         number of ranks.
         """
         if storage_options is not None:
-            raise ValueError("ZeroFnStrategy: storage_options have no effect; pass a checkpoint_io= that takes them.")
+            raise ValueError("ZeroFnStrategy: storage_options have no effect. Pass them to your own checkpoint_io=.")
         path, params = Path(filepath), self.state.params
         folder = checkpoints.beside(path)
         if "optimizer_states" in checkpoint:
@@ -364,9 +367,9 @@ class ZeroFnStrategy(Ranks):
         except zerofn.CheckpointError as error:
             if "opt_state" in str(error):
                 error.add_note(
-                    "The optimizer has other groups here than where it was saved, or other parameters are trained: "
-                    "make them so in __init__ or configure_optimizers. Where a hook had changed them, go on with the "
-                    f"weights alone: load_from_checkpoint({str(checkpoint_path)!r})."
+                    "The optimizer's groups, or the trained parameters, differ from those of the saved run. Make them "
+                    "equal in __init__ or configure_optimizers. If a hook had changed them, load only the weights: "
+                    f"load_from_checkpoint({str(checkpoint_path)!r})."
                 )
             raise
         return found

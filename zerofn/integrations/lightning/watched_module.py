@@ -16,8 +16,8 @@ from ..deferred_values import Done, Later, refuse
 from ..recording import Recording
 
 _NOT_HERE = (
-    "training_step calls self.{}(), and is captured: it would be called once, and not again. Do it in "
-    "on_train_batch_start or on_train_batch_end, which run at every batch."
+    "training_step calls self.{}(), but is captured, so the method would be called only once. Call it in "
+    "on_train_batch_start or on_train_batch_end, which run for every batch."
 )
 _REFUSED = (
     "optimizers", "lr_schedulers", "manual_backward", "toggle_optimizer", "toggled_optimizer", "untoggle_optimizer",
@@ -72,8 +72,9 @@ class ModuleWatch:
         if not isinstance(value, Tensor | Later | Metric):
             kind = "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
             raise ValueError(
-                f"self.log({name!r}, ...) got {kind} in training_step, which is captured: it would stay what it was "
-                "then. Log a tensor that is computed from the batch, or log it in on_train_batch_end."
+                f"self.log({name!r}, ...) got {kind} in training_step, which is captured, so all steps would log the "
+                "value of the first. Log a tensor that is computed from the batch, or log this value in "
+                "on_train_batch_end."
             )
         self.call("log", name, value, *args, **options)
 
@@ -90,8 +91,8 @@ class ModuleWatch:
 
         def now() -> Any:
             refuse(
-                f"training_step computes with what the metric {kind} returns, and metrics are called when the compiled "
-                "step has run; use the function of torchmetrics.functional in its place."
+                f"training_step computes with the result of the metric {kind}, but metrics are called only after the "
+                "compiled step has run. Use the function of torchmetrics.functional instead."
             )
 
         return self._recording.later(Done(_method, (held, name, *args), kwargs), now)
@@ -117,8 +118,8 @@ class ModuleWatch:
         """Return an attribute of the trainer as the step reads it."""
         if name in _CONTAINERS:
             raise ValueError(
-                f"training_step reads self.trainer.{name}, and is captured: it would go on with what is there then. "
-                "Read it in on_train_batch_start or on_train_batch_end, or pass it in the batch."
+                f"training_step reads self.trainer.{name}, but is captured, so all steps would use the value of the "
+                "first. Read it in on_train_batch_start or on_train_batch_end, or pass it in the batch."
             )
         value = getattr(trainer, name)
         if type(value) in _KINDS:
@@ -231,8 +232,8 @@ class _WatchedTrainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ValueError(
-            f"training_step sets self.trainer.{name}, and is captured: it would be set once. Set it in "
-            "on_train_batch_end, which runs at every batch."
+            f"training_step sets self.trainer.{name}, but is captured, so the attribute would be set only once. Set it "
+            "in on_train_batch_end, which runs for every batch."
         )
 
 

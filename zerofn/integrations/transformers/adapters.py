@@ -23,8 +23,8 @@ def check_adapters(model: Any) -> None:
         if getattr(config, "target_parameters", None):
             raise ValueError(
                 f"Trainer: the adapter {name!r} has target_parameters={config.target_parameters!r}, which replaces "
-                "parameters of the model while it runs; the captured step is given them before. Name layers in "
-                "target_modules."
+                "parameters while the model runs, but a captured step receives its parameters before. Write the names "
+                "of layers into target_modules instead."
             )
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     _Arguments = object  # one of transformers' two classes comes behind it
 
-_MULTIPLE = "lengths of batches are rounded up to a multiple of it; 1 leaves batches as they are"
+_MULTIPLE = "lengths of batches are rounded up to a multiple of it; 1 leaves batches unchanged"
 _OF_FSDP = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0}
 
 
@@ -31,13 +31,16 @@ class OurArguments(_Arguments):
 
     stage: int = field(default=3, metadata={"help": "ZeRO's stage, 0 to 3"})
     memory: str | None = field(
-        default=None, metadata={"help": "device memory that a step may take on a rank, such as 24GiB"}
+        default=None, metadata={"help": "device memory that a step may use on a rank, such as 24GiB"}
     )
-    offload: str | None = field(default=None, metadata={"help": "cpu or nvme: where optimizer and parameters lie"})
+    offload: str | None = field(
+        default=None, metadata={"help": "cpu or nvme: where optimizer state and parameters are stored"}
+    )
     remat: str | None = field(default=None, metadata={"help": "full or auto: recompute activations"})
     mesh: str | None = field(default=None, metadata={"help": "sizes of axes, such as data=2,tensor=2"})
     wire: str | None = field(
-        default=None, metadata={"help": "in which form units travel: int8, or such as gather=int8,reduce=fp8"}
+        default=None,
+        metadata={"help": "wire codec of parameters and gradients: int8, or for example gather=int8,reduce=fp8"},
     )
 
     def __post_init__(self) -> None:
@@ -47,7 +50,7 @@ class OurArguments(_Arguments):
         given, self.deepspeed = getattr(self, "deepspeed", None), None
         fsdp, self.fsdp = getattr(self, "fsdp", None), None
         if given and fsdp:
-            raise ValueError("TrainingArguments: deepspeed= and fsdp= say the same; leave one of them out.")
+            raise ValueError("TrainingArguments: deepspeed= and fsdp= both choose how to shard. Leave one of them out.")
         if getattr(self, "gradient_checkpointing", False) or getattr(self, "activation_checkpointing", False):
             self.gradient_checkpointing = self.activation_checkpointing = False
             self.remat = self.remat or "full"
@@ -55,8 +58,8 @@ class OurArguments(_Arguments):
         multiple = getattr(self, "pad_to_multiple_of", None)
         if multiple is not None and (type(multiple) is not int or multiple < 1):
             raise ValueError(
-                f"TrainingArguments: pad_to_multiple_of is {multiple!r}, and must be a positive integer: lengths of "
-                "batches are rounded up to a multiple of it; 1 leaves them as the collator makes them."
+                f"TrainingArguments: pad_to_multiple_of must be a positive integer, got {multiple!r}. Lengths of "
+                "batches are rounded up to a multiple of it; with 1, batches stay as the collator makes them."
             )
         if fsdp:
             self._take_fsdp(fsdp)
@@ -65,10 +68,10 @@ class OurArguments(_Arguments):
 
         if getattr(self._form, "feedback", False) and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                f"TrainingArguments: wire={self.wire!r} feeds back what codes leave out of one gradient a step, and "
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} microbatches may be of several "
-                "shapes, each with a gradient of its own; write wire='reduce=int8,rounding=stochastic', which keeps "
-                "nothing, or gradient_accumulation_steps=1."
+                f"TrainingArguments: wire={self.wire!r} has feedback, which needs one gradient for each step, but each "
+                f"of the gradient_accumulation_steps={self.gradient_accumulation_steps} microbatches may have its own "
+                "shape and its own gradient. Write wire='reduce=int8,rounding=stochastic', which stores no errors, or "
+                "gradient_accumulation_steps=1."
             )
 
     def _take_deepspeed(self, given: str | Mapping[str, Any]) -> None:
@@ -95,8 +98,8 @@ class OurArguments(_Arguments):
         self._take_optimizer(optimizer or {})
         if self.stage not in (self.__dataclass_fields__["stage"].default, setup.shard["stage"]):
             raise ValueError(
-                f"TrainingArguments: the DeepSpeed file says stage {setup.shard['stage']}, and stage={self.stage} is "
-                "given; leave it out."
+                f"TrainingArguments: the DeepSpeed file has stage {setup.shard['stage']}, but the arguments have "
+                f"stage={self.stage}. Leave stage= out."
             )
         self.stage = setup.shard["stage"]
         self._of_deepspeed = (setup.shard, setup.compile)
@@ -112,7 +115,7 @@ class OurArguments(_Arguments):
             theirs = content.get(key, "auto")
             if theirs != "auto" and float(theirs) != float(mine):
                 raise ValueError(
-                    f"TrainingArguments: the DeepSpeed file says {key}={theirs}, and the arguments say {mine}. Write "
+                    f"TrainingArguments: the DeepSpeed file has {key}={theirs}, but the arguments have {mine}. Write "
                     '"auto" in the file, or the same in both.'
                 )
 
@@ -142,8 +145,8 @@ class OurArguments(_Arguments):
             return
         if kind.lower() not in ("adam", "adamw"):
             raise ValueError(
-                f"TrainingArguments: the DeepSpeed file's optimizer {kind} is not taken here; leave it out of the "
-                "file, and give optim=."
+                f"TrainingArguments: the DeepSpeed file's optimizer {kind} is not supported here. Leave it out of the "
+                "file, and write optim=."
             )
         # What the file does not say is DeepSpeed's default, and not the arguments'.
         decay = 0.01 if params.get("torch_adam") and kind.lower() == "adamw" else 0.0
@@ -157,7 +160,10 @@ class OurArguments(_Arguments):
             elif key in names:
                 setattr(self, names[key], value)
             else:
-                raise ValueError(f"TrainingArguments: optimizer.params.{key} of the DeepSpeed file is not taken here.")
+                raise ValueError(
+                    f"TrainingArguments: optimizer.params.{key} of the DeepSpeed file is not supported "
+                    "here. Leave it out."
+                )
 
     def _take_fsdp(self, given: Any) -> None:
         """Read what FSDP's options say of stages and offload."""
@@ -189,8 +195,8 @@ class OurArguments(_Arguments):
         """Transformers' own. Every `Trainer` asks for it first, so that one that would not take notice is told."""
         if not getattr(self, "_taken", False):
             raise ValueError(
-                "Trainer: it is transformers' own, and takes no notice of ZeroFn's TrainingArguments; import Trainer "
-                "from zerofn.integrations.transformers, too."
+                "Trainer: this is the Trainer of transformers, which ignores ZeroFn's TrainingArguments. Import "
+                "Trainer from zerofn.integrations.transformers, too."
             )
         return super().place_model_on_device
 

@@ -29,13 +29,13 @@ def axes_of(text: str | None) -> dict[str, int] | None:
         name, _, size = (x.strip() for x in part.partition("="))
         if name == "context":
             raise ValueError(
-                "TrainingArguments: mesh='context=...' gives ranks parts of sequences, which a Trainer's collator and "
-                "metrics do not know. Write the step as a function: docs/mesh.md."
+                "TrainingArguments: mesh='context=...' splits sequences over ranks, which a Trainer's collator and "
+                "metrics do not support. Write the step as a function: see docs/mesh.md."
             )
         if name not in AXES or not size.removeprefix("-").isdigit():
             raise ValueError(
-                f"TrainingArguments: mesh={text!r} has {part!r}, where the size of an axis was expected, such as "
-                f"mesh='data=2,tensor=2'. Axes are {', '.join(AXES)}; one size may be -1, what the others leave."
+                f"TrainingArguments: mesh={text!r} has {part!r}; expected the size of an axis, as in "
+                f"mesh='data=2,tensor=2'. Axes are {', '.join(AXES)}; one size may be -1, for all remaining ranks."
             )
         found[name] = int(size)
     return found
@@ -88,8 +88,8 @@ class TrainerOnMesh(transformers.Trainer):
     def _refuse_whole(self, model: nn.Module, args: Any) -> None:
         if not self._in_step:
             raise ValueError(
-                f"{type(model).__name__}: it is cut along {self.mesh}, so that only the compiled steps of training and "
-                "evaluation can call it. Save it, and load it without a mesh."
+                f"{type(model).__name__}: the model is cut along {self.mesh}, so only the compiled steps of training "
+                "and evaluation can call it. Save the model, and load it without a mesh."
             )
 
     @contextlib.contextmanager

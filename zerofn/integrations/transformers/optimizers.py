@@ -41,8 +41,8 @@ class Followed(AcceleratedOptimizer):
         """Let the optimizer's hooks and schedulers know of an update."""
         if not self.updated:
             raise ValueError(
-                "Trainer.training_step: an update is due, and Trainer's own training_step was not called for its "
-                "batches. Call super().training_step(model, inputs, num_items_in_batch), which computes the loss by "
+                "Trainer.training_step: an update is due, but super().training_step was not called for its batches. "
+                "Call super().training_step(model, inputs, num_items_in_batch), which computes the loss by "
                 "compute_loss, and its gradients."
             )
         self.updated = False
@@ -55,7 +55,7 @@ class Followed(AcceleratedOptimizer):
                 if p.grad is not None:
                     raise ValueError(
                         f"Trainer: a parameter of shape {tuple(p.shape)} has a gradient that the step did not compute. "
-                        "Steps take gradients of compute_loss alone; add the term there."
+                        "A step computes gradients of compute_loss only. Add your loss term there."
                     )
 
 
@@ -76,7 +76,7 @@ def groups_of(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            f"{source} left {type(optimizer).__name__} in self.optimizer, where a torch.optim.Optimizer was expected."
+            f"{source} set self.optimizer to {type(optimizer).__name__}, expected a torch.optim.Optimizer."
         )
     clip = zerofn.optim.clip_by_global_norm(max_norm) if max_norm and max_norm > 0 else None
     return ParamGroups(optimizer, model, source, clip, others_too=True, before=before)
@@ -94,9 +94,9 @@ def check_alike(numbers: Sequence[int], optimizer: Any, max_norm: float | None) 
     if others:
         rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
         raise ValueError(
-            f"Trainer: the optimizer's groups, or max_grad_norm, are not the same on all ranks: rank {others[0]}'s are "
-            f"others than rank 0's. Rank {zerofn.rank()} has the learning rates {rates} and max_grad_norm={max_norm}. "
-            "Each rank updates its shards by what it has: let the callback or scheduler write the same on every rank."
+            f"Trainer: the optimizer's groups, or max_grad_norm, differ between rank {others[0]} and rank 0. Rank "
+            f"{zerofn.rank()} has the learning rates {rates} and max_grad_norm={max_norm}. Each rank would update its "
+            "shards differently. Let the callback or scheduler set the same values on every rank."
         )
 
 
@@ -112,8 +112,8 @@ def load_rates(optimizer: Any, scheduler: Any, folder: str | Path) -> None:
     ours = len(optimizer.param_groups)
     if len(found["groups"]) != ours:
         raise ValueError(
-            f"Trainer: {folder} is of an optimizer of {len(found['groups'])} groups of parameters, and this one has "
-            f"{ours}. Make the groups that it had."
+            f"Trainer: {folder} was saved with {len(found['groups'])} parameter groups, but this optimizer has {ours}. "
+            "Make the same groups."
         )
     for group, theirs in zip(optimizer.param_groups, found["groups"], strict=True):
         group.update(theirs)

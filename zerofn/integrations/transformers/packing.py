@@ -23,8 +23,8 @@ def packed_by_positions(inputs: Mapping[str, Any], model: Any) -> dict[str, Any]
         return found
     if len(tokens) != 1:
         raise ValueError(
-            f"Trainer: cu_seq_lens_q says where the documents of one row begin, and input_ids is {list(tokens.shape)}; "
-            "give position_ids that start again with each document."
+            "Trainer: cu_seq_lens_q has the positions of documents in a single row, but input_ids is "
+            f"{list(tokens.shape)}. Pass position_ids that start again with each document instead."
         )
     if "position_ids" not in found:
         place = torch.arange(tokens.shape[1], device=ends.device, dtype=ends.dtype)

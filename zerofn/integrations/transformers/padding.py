@@ -133,10 +133,10 @@ class Padding:
         if self._multiple == 1:
             return "pad_to_multiple_of=1"
         if (self._learned.side or self._processors_side) == _LEFT:
-            return "they are padded on the left, where more of it would shift positions"
+            return "they are padded on the left, and more padding would shift positions"
         mask = list(self._values).index("attention_mask")
         if not self._causal and not all(x[mask] for x in lengths):
-            return "no attention_mask would mask more padding"
+            return "they have no attention_mask that could mask more padding"
         return None
 
     def _say_once(self, why: str, differs: bool) -> None:
@@ -144,8 +144,8 @@ class Padding:
             self._learned.said_why = True
             if zerofn.rank() == 0:
                 log.warning(
-                    f"Trainer: batches stay as long as the collator makes them, since {why}. Each new length is "
-                    "captured: pad to few lengths, for instance with pad_to_multiple_of=16 in the collator."
+                    f"Trainer: batches keep the lengths that the collator makes, because {why}. Each new length needs "
+                    "a new capture. Pad to a few lengths, for example with pad_to_multiple_of=16 in the collator."
                 )
 
     def _kind(self, inputs: Mapping[str, Any], without: bool) -> int:

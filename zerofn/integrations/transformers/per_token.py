@@ -81,10 +81,10 @@ class PerToken:
                 self._longer.add(key)
             elif key in self._longer or len(more) == 1 and (more == {0} or len(lengths) > 1):
                 raise ValueError(
-                    f"Trainer: input_ids is padded, and it isn't clear whether {name!r} has a value for each token, "
-                    f"too: beside rows of {_listed(lengths)} tokens it was {_listed(widths)} long. "
-                    "With TrainingArguments(pad_to_multiple_of=1) batches stay as the collator makes them. Or let the "
-                    "collator pad all of them to one length."
+                    f"Trainer: input_ids is padded, but it is unclear whether {name!r} has one value for each token "
+                    f"and needs padding, too: with rows of {_listed(lengths)} tokens, its length was "
+                    f"{_listed(widths)}. Write TrainingArguments(pad_to_multiple_of=1) to leave batches as the "
+                    "collator makes them, or let the collator pad all batches to one length."
                 )
 
     def _is_per_token(self, key: int) -> bool:

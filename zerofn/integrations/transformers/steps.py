@@ -60,7 +60,7 @@ def compiled_step(trainer: Any, effects: Effects) -> Any:
 
 _NEVER_CALLED = {
     "_save": "override save_model, and call super().save_model(output_dir, _internal_call) in it",
-    "_wrap_model": "give the model as it is to be, Trainer(model=...)",
+    "_wrap_model": "pass the finished model, Trainer(model=...)",
 }
 _OF_GRADIENTS = ("_clip_grad_norm", "_get_grad_norm")
 _GRADIENTS = ("grad", "clip_grad_norm_", "clip_grad_value_", "get_total_norm")
@@ -73,9 +73,9 @@ def check_overrides(trainer: Any) -> None:
     for own in _wrapped(trainer.training_step):
         if _names(own.__code__, "backward"):
             raise ValueError(
-                f"{kind}.training_step calls backward{_at(own)}: gradients exist inside the compiled "
-                "step only. Put the loss into compute_loss; "
-                "in training_step call super().training_step(model, inputs, num_items_in_batch), which returns it."
+                f"{kind}.training_step calls backward{_at(own)}, but gradients exist inside the compiled step only. "
+                "Compute the loss in compute_loss. In training_step, call super().training_step(model, inputs, "
+                "num_items_in_batch), which returns the loss."
             )
     for name, instead in _NEVER_CALLED.items():
         if (own := _override(trainer, name)) is not None:
@@ -84,17 +84,17 @@ def check_overrides(trainer: Any) -> None:
         own = _override(trainer, name)
         if own is not None and (not _names(own.__code__, "super") or any(_names(own.__code__, x) for x in _GRADIENTS)):
             raise ValueError(
-                f"{kind}.{name}{_at(own)} takes gradients, which exist inside the compiled step only. "
-                "TrainingArguments(max_grad_norm=...) clips them, and a callback may change it; "
-                f"super().{name} returns their norm."
+                f"{kind}.{name}{_at(own)} uses gradients, which exist inside the compiled step only. "
+                "TrainingArguments(max_grad_norm=...) clips them, and a callback may change max_grad_norm; "
+                f"super().{name} returns the norm of the gradients."
             )
     for callback in trainer.callback_handler.callbacks:
         for name in _SEE_GRADIENTS:
             own = getattr(getattr(callback, name, None), "__func__", None)
             if own is not None and any(_names(own.__code__, x) for x in _GRADIENTS):
                 raise ValueError(
-                    f"{type(callback).__name__}.{name}{_at(own)} takes gradients, which exist inside the compiled step "
-                    "only. Their norm is in the logs, as grad_norm; TrainingArguments(max_grad_norm=...) clips them."
+                    f"{type(callback).__name__}.{name}{_at(own)} uses gradients, which exist inside the compiled step "
+                    "only. The logs have their norm, as grad_norm; TrainingArguments(max_grad_norm=...) clips them."
                 )
 
 

@@ -68,7 +68,8 @@ class Trainer(TrainerOnMesh):
             args = TrainingArguments(output_dir="tmp_trainer")
         if not isinstance(args, OurArguments):
             raise TypeError(
-                "Trainer: args is of transformers; import TrainingArguments from zerofn.integrations.transformers, too."
+                "Trainer: args is a TrainingArguments of transformers. Import TrainingArguments from "
+                "zerofn.integrations.transformers, too."
             )
         for name, why in _CONTRADICTS.items():
             if getattr(args, name, None):
@@ -91,8 +92,8 @@ class Trainer(TrainerOnMesh):
         """Take the model that is there."""
         if is_shape_only(self.model) and self.model_init is None:
             raise ValueError(
-                "Trainer: the model has no values, and nothing says which; pass model_init=lambda: ..., which "
-                "builds it."
+                "Trainer: the model's parameters have no values. Pass model_init=lambda: ..., a function that builds "
+                "the model."
             )
         if not is_shape_only(self.model):
             self.cut(self.model)
@@ -383,8 +384,8 @@ class Trainer(TrainerOnMesh):
         """Check that there is a state; it is loaded once its layout is known."""
         if not (Path(resume_from_checkpoint) / STATE).is_dir():
             raise ValueError(
-                f"Trainer: {resume_from_checkpoint} has no folder {STATE!r}; it was saved by another Trainer, or with "
-                "save_only_model=True. Start from its weights: from_pretrained(...)."
+                f"Trainer: {resume_from_checkpoint} has no folder {STATE!r}, because it was saved by another Trainer, "
+                "or with save_only_model=True. Start from its weights: from_pretrained(...)."
             )
 
     def _load_best_model(self) -> None:
