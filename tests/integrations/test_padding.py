@@ -134,8 +134,8 @@ def test_so_it_is_in_the_microbatches_of_an_update():
 @pytest.mark.parametrize(
     "widths, seen",
     [
-        ([(5, 4), (6, 5)], "beside rows of 5 and 6 tokens it was 4 and 5 long"),  # one for each next token
-        ([(5, 5), (6, 6), (7, 6)], "beside rows of 5, 6 and 7 tokens it was 5 and 6 long"),  # it was padded before
+        ([(5, 4), (6, 5)], "with rows of 5 and 6 tokens, its length was 4 and 5"),  # one for each next token
+        ([(5, 5), (6, 6), (7, 6)], "with rows of 5, 6 and 7 tokens, its length was 5 and 6"),  # it was padded before
     ],
 )
 def test_an_entry_that_may_be_one_for_each_token_is_a_sentence(widths, seen):

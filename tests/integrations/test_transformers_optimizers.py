@@ -193,7 +193,7 @@ class WithCallback(ours.Trainer):
         (Wrap, r"Wrap._wrap_model \(line \d+ of .*py\) would never be called: give the model"),
         (Save, r"Save._save \(line \d+ of .*py\) would never be called: override save_model"),
         (WithCallback, r"Scale.on_pre_optimizer_step \(line \d+ of .*py\) uses gradients.*grad_norm"),
-        (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\), but gradients exist inside the compiled"),
+        (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\), but gradients exist inside the"),
         (NoStep, r"an update is due, but super\(\).training_step was not called"),
         (OwnOptimizer, "test_transformers_optimizers.Own has no counterpart.*AdamW"),
         (NoOptimizer, "NoOptimizer.create_optimizer set self.optimizer to NoneType"),
