@@ -109,7 +109,7 @@ def test_prefixes_are_offered(tmp_path):
 def test_missing_and_unexpected(tmp_path, caplog):
     without = {n: x for n, x in weights().items() if n != "h.0.b"}
     save_file(without, tmp_path / "missing.safetensors")
-    fails(tmp_path / "missing.safetensors", r"no leaf 'h.0.b'; the nearest is 'h.0.w'")
+    fails(tmp_path / "missing.safetensors", r"no leaf 'h.0.b'; the nearest name is 'h.0.w'")
     save_file(weights() | {"lm_head.w": torch.ones(2)}, tmp_path / "more.safetensors")
     fails(tmp_path / "more.safetensors", r"`like` has no leaf 'lm_head.w'.*rename=lambda name: None if")
     path = tmp_path / "more.safetensors"
@@ -125,7 +125,7 @@ def test_missing_and_unexpected(tmp_path, caplog):
 
 def test_shapes_that_differ(tmp_path):
     save_file(weights() | {"h.0.b": torch.ones(302)}, tmp_path / "model.safetensors")
-    fails(tmp_path, r"'h.0.b' has shape \(302,\) there and \(301,\) in `like`")
+    fails(tmp_path, r"'h.0.b' has shape \(302,\) in the file and \(301,\) in `like`")
 
 
 def test_paths_that_are_none(tmp_path):

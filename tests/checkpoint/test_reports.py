@@ -98,7 +98,7 @@ def test_convert(tmp_path, capsys):
 @pytest.mark.parametrize("command", [["inspect"], ["diff", "b"], ["convert", "b"]])
 def test_commands_say_that_a_path_is_not_there(tmp_path, capsys, command):
     assert main([command[0], str(tmp_path / "a"), *(str(tmp_path / x) for x in command[1:])]) == 1
-    assert f"zerofn {command[0]}: {tmp_path / 'a'} is not there" in capsys.readouterr().err
+    assert f"zerofn {command[0]}: {tmp_path / 'a'} does not exist" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "a")]) == 1
 
 
@@ -131,7 +131,7 @@ def test_names_of_another_model(tmp_path):
     assert torch.equal(found["params"]["b.w"], torch.arange(3.0)) and found["step"] == 5
     found = zerofn.load(tmp_path / "a", like=like, only="params", rename=names.get)
     assert found["step"] == 0
-    with pytest.raises(ValueError, match="'model.a.w' and 'model.head' would both be 'params.b.w'"):
+    with pytest.raises(ValueError, match="'model.a.w' and 'model.head' would both get the name 'params.b.w'"):
         zerofn.load(tmp_path / "a", like=like, rename=lambda n: "params.b.w")
     with pytest.raises(ValueError, match="only='param' chooses nothing: `like` has no leaf 'param'"):
         zerofn.load(tmp_path / "a", like=like, only="param")

@@ -161,7 +161,7 @@ def test_axes_of_one_rank_belong_to_every_group_that_they_were_asked_for_with():
 
 
 @pytest.mark.parametrize(("sizes", "num_ranks", "said"), [
-    ({"data": 3}, 4, "Mesh.planned: data 3 are 3 ranks, and there are 4"),
+    ({"data": 3}, 4, "Mesh.planned: data 3 makes 3 ranks, but the job has 4"),
     ({"dta": 3}, None, "Mesh.planned: axis 'dta' does not exist"),
     ({"data": "3"}, None, "Mesh.planned: data='3' is not a size"),
     ({}, None, "Mesh.planned: expected at least one axis"),

@@ -245,7 +245,7 @@ def without(name):
         (lambda: run(k=5), r"k=5 experts for each token are more than the 4"),
         (lambda: run(capacity=0, min_capacity=0), r"drop all tokens"),
         (lambda: run(priority="rand"), r"priority='rand' is not known"),
-        (lambda: run(epsilon=2.0), r"epsilon=2.0 is not in"),
+        (lambda: run(epsilon=2.0), r"epsilon=2.0 must be at least 0"),
     ],
 )
 def test_mistakes_are_sentences(call, words):

@@ -141,7 +141,7 @@ X = torch.zeros(6, 4)
         (lambda: route(X, 5), r"k=5 experts for each token are more than the 4"),
         (lambda: route(X, 0), r"k=0, the number of experts"),
         (lambda: route(X, True), r"k=True, the number of experts"),
-        (lambda: route(X, capacity=0.0, min_capacity=0), r"capacity=0.0 and min_capacity=0 drop all tokens"),
+        (lambda: route(X, capacity=0.0, min_capacity=0), r"capacity=0.0 and min_capacity=0 would drop all tokens"),
         (lambda: route(X, capacity=-1.0, min_capacity=0), r"drop all tokens"),
         (lambda: route(X, capacity=float("nan")), r"capacity=nan must be a factor"),
         (lambda: route(X, capacity="2"), r"capacity='2' must be a factor"),

@@ -121,5 +121,5 @@ def test_what_is_no_number_or_schedule_is_refused():
         optim.linear_schedule("x", 1.0, 10)
     with pytest.raises(TypeError, match=r"sgdr_schedule: cosine_kwargs\[1\]: .*'steps'"):
         optim.sgdr_schedule([CYCLE, {"steps": 3}])
-    with pytest.raises(TypeError, match=r"use constant_schedule\(0.1\)"):
+    with pytest.raises(TypeError, match=r"For a constant, write constant_schedule\(0.1\)"):
         optim.join_schedules([0.1, optim.constant_schedule(1.0)], [3])

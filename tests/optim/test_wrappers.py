@@ -297,7 +297,7 @@ def test_counterparts_take_the_same_steps():
     for kind, options in kinds:
         leaves = {k: torch.nn.Parameter(v) for k, v in trees.params().items()}
         optimizer = kind(leaves.values(), **options)
-        tx = eval(optim.torch_optimizers.advice(optimizer).partition("write ")[2].removesuffix(" instead."))
+        tx = eval(optim.torch_optimizers.advice(optimizer).partition("Write ")[2].removesuffix(" instead."))
         for step in range(trees.STEPS):
             for k, g in trees.grads(step).items():
                 leaves[k].grad = g

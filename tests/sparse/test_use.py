@@ -154,7 +154,7 @@ def test_what_a_layout_would_not_be_true_of_is_refused(name, captured):
 
 
 def test_mistakes_are_sentences():
-    with pytest.raises(ValueError, match="no layer of Linear names"):
+    with pytest.raises(ValueError, match="no layer of Linear calls"):
         sparse.use(nn.Linear(2, 2), PATTERN)
     with pytest.raises(
         ValueError, match="attention layer 3 does not exist; LlamaForCausalLM has 3 attention layers, from 0 to 2"

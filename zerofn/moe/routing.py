@@ -195,7 +195,11 @@ def order_of(priority: str | Tensor, weight: Tensor) -> Tensor | None:
     if priority == "probability":
         return weight.reshape(-1).argsort(descending=True, stable=True)
     near = nearest(priority, PRIORITIES, 1) if isinstance(priority, str) else ()
-    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(PRIORITIES)}, or a tensor [k, tokens]."
+    hint = (
+        f"; did you mean {near[0]!r}?"
+        if near
+        else (f"; expected one of {', '.join(PRIORITIES)}, or a tensor [k, tokens].")
+    )
     raise ValueError(f"moe.route: priority={priority!r} is not known{hint}")
 
 

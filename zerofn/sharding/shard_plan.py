@@ -205,7 +205,7 @@ def check_cuts(trees: Sequence[Any], partition: Partition) -> None:
         how = f"{kind.own_cuts}, or {kind.cuts} for a model of transformers" if kind.own_cuts else kind.cuts
         raise ValueError(
             f"shard: the {idle[0].size} ranks of axis {idle[0].name!r} would all compute the same: no leaf is cut over "
-            f"this axis. Pass cuts={how}, or leave the axis out of the mesh."
+            f"it. Pass cuts={how}, or leave the axis out of the mesh."
         )
 
 

@@ -207,7 +207,7 @@ def test_space_that_is_refused_on_the_second_drive(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert refused(f"^moments: {folders[1]} has .* needed there", *folders) == errno.ENOSPC
+        assert refused(f"^moments: {folders[1]} has .* but needs", *folders) == errno.ENOSPC
     assert [os.listdir(folder) for folder in folders] == [[], []]
     assert not any(os.path.exists(f"/proc/self/fd/{fd}") for fd in opened)
 
