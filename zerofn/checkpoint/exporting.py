@@ -45,12 +45,12 @@ def export(
 ) -> list[Path]:
     """Write the full parameters of a checkpoint under their logical names, and return the files.
 
-    `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`. `max_shard_size` (bytes, or
-    a string such as "5GB") splits them over several files in a folder, with the index that Hugging Face's libraries
-    read. Beside each file, NAME.crc32.json has its checksums, which `load_safetensors` compares. `part`: the key path
-    whose leaves are written, with names from there on; "params" by default if there is one. `dtype`: of floating-point
-    leaves; as stored by default. `rename`: name -> name in the file, None to leave a leaf out. One MiB is in memory at
-    a time. Call it in one process; no other rank is needed.
+    `out`: a file that ends in .safetensors, or a folder that gets `model.safetensors`. `max_shard_size` (bytes, or a
+    string such as "5GB") splits them over several files in a folder, with the index that Hugging Face's libraries read.
+    For each file, NAME.crc32.json has checksums, which `load_safetensors` compares. `part`: the key path whose leaves
+    are written, with names relative to it; by default "params" if the state has it. `dtype`: the dtype of
+    floating-point leaves; as stored by default. `rename`: name -> name in the file, None to leave a leaf out. Only one
+    MiB is in memory at a time. Call it in one process; it does not need other ranks.
 
     Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
     exist.

@@ -45,20 +45,21 @@ def load(
     rename: Callable[[str], str | None] | None = None,
     donate: bool = False,
 ) -> Any:
-    """Return the state that was saved at `path`, laid out as `like`.
+    """Return the state that was saved at `path`, with the layout of `like`.
 
-    World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values are
+    World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values have
     the same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
-    intervals that it needs. `like` is not changed and shares no memory with the result; a donated state will do. A
-    loss scale, or a `feedback`, that the checkpoint lacks is taken from `like`, and one that `like` lacks is left out.
+    intervals that it needs. `like` is not changed and shares no memory with the result; it may be a donated state. If
+    the checkpoint has no loss scale or no `feedback`, that of `like` is used; if `like` has none, that of the
+    checkpoint is ignored.
 
-    `only="params"`: a key path of `like`; what is below it is read, and all else keeps the values of `like`, which no
-    step may have used up then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
+    `only="params"`: a key path of `like`. Leaves below it are read, and all others keep the values of `like`, which
+    must not be donated then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
 
-    `donate=True` reads into the memory of `like`, so that a state is in memory once, not twice. Using `like` afterwards
+    `donate=True` reads into the memory of `like`, so that memory holds one state, not two. Using `like` afterwards
     raises `RuntimeError`, also if the checkpoint turns out to be damaged.
 
-    Raises `CheckpointError`, on every rank and with `like` still usable, if there is no complete checkpoint, if a
+    Raises `CheckpointError`, on every rank and with `like` still usable, if `path` has no complete checkpoint, if a
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
     """
     words = f"{path}{'' if only is None else f', only {only}'}{', donated' if donate else ''}"

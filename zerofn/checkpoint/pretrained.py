@@ -33,7 +33,7 @@ WHAT = "zerofn.load_safetensors"
 def load_safetensors(
     path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
 ) -> Any:
-    """Return pretrained weights, laid out as the parameters `like` (`Sharded` or a plain tree), in their dtypes.
+    """Return pretrained weights, with the layout and dtypes of the parameters `like` (`Sharded` or a plain tree).
 
     `path`: a .safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`. Every rank
     must call it; each reads only the intervals that it needs, so no rank ever holds all weights. `rename`: name in
@@ -43,8 +43,8 @@ def load_safetensors(
 
         params = load_safetensors("bert/", like=state.params, rename=lambda name: name.removeprefix("bert."))
 
-    Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor
-    or (with `strict`) a tensor without a leaf, shapes that differ, and ranks whose files hold other values.
+    Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor or
+    (with `strict`) a tensor without a leaf, shapes that differ, and files whose values differ between ranks.
     """
     return fill(WHAT, lambda: Weights(_place(path), rename), str(path), like, strict)
 

@@ -44,17 +44,18 @@ def load_state_dict(
     rename: Callable[[str], str | None] | None = None,
     donate: bool = False,
 ) -> Any:
-    """Return the tensors of a state dict, laid out as the tree `like` (`Sharded` or plain), in its dtypes.
+    """Return the tensors of a state dict, with the layout and dtypes of the tree `like` (`Sharded` or plain).
 
         params = load_state_dict(module.state_dict(), like=state.params)
 
-    Every rank must call it, with the same tensors, or with a function that returns them: what it raises on one rank,
-    such as for a file that is not there, all ranks raise. Values are tensors, or objects with `shape`, `dtype` and
-    `read(start, into)`, which fills a 1-d tensor with elements from `start` on: of those a rank reads the intervals
-    that it keeps, and a few elements for a comparison with other ranks. `strict`, `rename` and
-    errors are as in `load_safetensors`.
+    Every rank must call it, with the same tensors, or with a function that returns them; an error of this function on
+    one rank, such as a missing file, is raised on all ranks. Values are tensors, or objects with `shape`, `dtype` and
+    `read(start, into)`, which fills a 1-d tensor with the elements from `start` on. From such objects a rank reads only
+    the intervals that it needs, and a few elements to compare with other ranks. `strict`, `rename` and errors are as in
+    `load_safetensors`.
 
-    `like` is not changed, unless `donate`: then values are written into its memory, and using it afterwards raises.
+    `like` is not changed, unless `donate` is true: then values are written into its memory, and using it afterwards
+    raises.
     """
     found = state_dict if isinstance(state_dict, Mapping) else together(WHAT, state_dict)
     names = "\n".join(sorted(found))

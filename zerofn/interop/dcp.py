@@ -21,18 +21,18 @@ from .adam_moments import names_of, params_of, with_moments
 
 @checked()
 def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
-    """Return the state that `torch.distributed.checkpoint` has saved, laid out as the `TrainState` `like`.
+    """Return the state that `torch.distributed.checkpoint` saved, with the layout of the `TrainState` `like`.
 
         state = zerofn.load_dcp("checkpoints/step-1000", like=state)
 
-    Parameters are found by the names that `like.params` has, below any prefix ("model.", say), and Adam's `exp_avg`,
-    `exp_avg_sq` and `step` by the same names below another, as `get_state_dict` of torch writes them. `only="params"`
-    leaves all else as it is in `like`. The state's `step` becomes the optimizer's. Ranks may be of any number, here and
-    there, and DTensors cut in any way. Every rank must call it; one tensor is in memory at a time besides what it
-    keeps. `like` is not changed.
+    Parameters are found by their names in `like.params`, with any prefix (such as "model."), and Adam's `exp_avg`,
+    `exp_avg_sq` and `step` by the same names with another prefix, as torch's `get_state_dict` writes them. With
+    `only="params"`, all other entries keep their values of `like`. The state's `step` becomes the optimizer's. The
+    numbers of ranks may differ, and DTensors may be sharded in any way. Every rank must call it; in addition to the
+    result, one tensor is in memory at a time. `like` is not changed.
 
-    Raises `zerofn.CheckpointError` for a folder that is no such checkpoint, is damaged or of another model, or whose
-    metadata, which is a pickle, names anything but torch's classes for it; and where `like` has no `AdamState`.
+    Raises `zerofn.CheckpointError` if the folder is not such a checkpoint, is damaged or of another model, if its
+    metadata, a pickle, names anything but torch's classes for checkpoints, or if `like` has no `AdamState`.
     """
     names = names_of(params_of("load_dcp", like))
     from .dcp_files import Saved  # which imports much of torch
@@ -64,10 +64,10 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
     """Write a ZeroFn checkpoint as one of `torch.distributed.checkpoint`, which FSDP2 and torchtitan load.
 
     It holds {"model": {name: tensor}} and, for Adam, {"optim": {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}}},
-    as torch's `get_state_dict` names them. Values are as stored. Call it in one process; files are mapped, not loaded.
-    Needs as much room again below `out` while it runs.
+    with the names of torch's `get_state_dict`. Values stay as stored. Call it in one process; files are mapped, not
+    loaded. While it runs, it needs free space of the same size again below `out`.
 
-    Raises `zerofn.CheckpointError` for a checkpoint that cannot be read, and for one without `params`.
+    Raises `zerofn.CheckpointError` for a checkpoint that cannot be read or has no `params`.
     """
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open

@@ -57,20 +57,20 @@ def from_deepspeed(
     tx: Any = None,
     world: int | None = None,
 ) -> Setup:
-    """Return what a DeepSpeed configuration says, as arguments of ZeroFn.
+    """Translate a DeepSpeed configuration into arguments of ZeroFn.
 
         setup = zerofn.from_deepspeed("ds_config.json", auto={"lr": 3e-4})
         state = zerofn.shard(lambda: zerofn.TrainState.create(params=..., tx=setup.tx, loss_scale=setup.loss_scale),
                              **setup.shard)
         step = zerofn.compile(train_step, **setup.compile)
 
-    `config`: the file, or its content as a dict. `auto`: values in place of `"auto"`, by key, such as
-    "optimizer.params.lr", or by its last word; keys without effect here and batch sizes may stay "auto". `tx`: an
-    optimizer in place of the one there. `world`: ranks; those of this job by default.
+    `config`: the file, or its content as a dict. `auto`: values for `"auto"`, by key, such as "optimizer.params.lr", or
+    by its last word, such as "lr"; batch sizes, and keys without effect here, may stay "auto". `tx`: your own
+    optimizer, if the configuration has none. `world`: number of ranks; by default that of this job.
 
-    `zerofn config ds_config.json` prints what becomes of every key, and why. Raises `ValueError` for an unknown key,
-    `"auto"` that is not given, a batch size that is not rows x microbatches x ranks, and what has no counterpart;
-    `FileNotFoundError`.
+    `zerofn config ds_config.json` prints for every key what replaces it, and why. Raises `ValueError` for an unknown
+    key, an `"auto"` without a value, a batch size that is not rows x microbatches x ranks, and a key without
+    counterpart; `FileNotFoundError` if the file does not exist.
     """
     if world is not None and world < 1:
         raise ValueError(f"from_deepspeed: world must be a number of ranks of 1 or more, got {world!r}.")

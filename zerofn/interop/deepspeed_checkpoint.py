@@ -49,21 +49,21 @@ _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_g
 
 @checked()
 def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only: str | None = None) -> Any:
-    """Return the state that DeepSpeed has saved, laid out as the `TrainState` `like`.
+    """Return the state that DeepSpeed saved, with the layout of the `TrainState` `like`.
 
         state = zerofn.load_deepspeed("checkpoints/", like=state)
 
-    `path`: the folder that `engine.save_checkpoint` was given. `tag`: which one there; by default what the file
-    `latest` names. Parameters are the fp32 masters where there are some. Adam's moments and step count go to the
-    `AdamState` in `like.opt_state`, the engine's steps to `step` and `skipped`, and a dynamic loss scale to that of
-    `like`. `only="params"` leaves all but the parameters as they are in `like`. Ranks may be of any number, here and
-    there. Every rank must call it; each reads the intervals that it keeps. `like` is not changed.
+    `path`: the folder that was passed to `engine.save_checkpoint`. `tag`: which checkpoint in it; by default the one
+    that the file `latest` names. Parameters are read from fp32 masters if the checkpoint has them. Adam's moments and
+    step count go to the `AdamState` in `like.opt_state`, the engine's steps to `step` and `skipped`, and a dynamic loss
+    scale to that of `like`. With `only="params"`, all other entries keep their values of `like`. The number of ranks
+    may differ. Every rank must call it; each reads only the intervals that it needs. `like` is not changed.
 
-    Names are the module's, as in `dict(module.named_parameters())`. A tied weight is one parameter, whichever of its
-    names `like` has.
+    Names are the module's, as in `dict(module.named_parameters())`. A tied weight is one parameter; `like` may have it
+    under any of its names.
 
     Raises `zerofn.CheckpointError` for files that are missing, damaged, of another model, of model parallelism, or that
-    want to execute something when they are read; and where `like` has no `AdamState` for the moments.
+    would execute code when they are read, and if `like` has no `AdamState` for the moments.
     """
     names = set(names_of(params_of("load_deepspeed", like)))
 

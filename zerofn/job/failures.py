@@ -195,9 +195,9 @@ def abandon(message: str) -> None:
 def abort(message: str) -> None:
     """Tell the other ranks that this one cannot go on, and leave the process group.
 
-    What they wait for of it ends with a `RuntimeError` that has `message`, instead of waiting for as long as this
-    process lives. For programs that go on after an error, as notebooks and servers do; one that ends tells the others
-    by itself. Afterwards, no rank has a group: start the processes again. Does nothing without a group.
+    Ranks that wait for this one raise a `RuntimeError` with `message`, instead of waiting until this process ends. For
+    programs that continue after an error, such as notebooks and servers; a program that ends tells the other ranks by
+    itself. Afterwards no rank has a process group: start the processes again. Does nothing without a group.
     """
     abandon(message)
 

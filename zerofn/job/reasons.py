@@ -20,13 +20,13 @@ class Reasons(threading.local):
 
 @checked()
 def because(text: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which errors say `text`, and this line, if not all ranks make the calls that are in it.
+    """Return a context: if not all ranks make the calls inside it, the error contains `text` and this line of code.
 
         with zerofn.because("The report reads the weights: write it on every rank."):
             params = zerofn.unshard(state.params)
 
-    For libraries, whose users do not see that they make a call which all ranks must make together. All ranks' errors
-    have the text. The innermost one counts.
+    For libraries whose functions make calls that all ranks must make together, which their users cannot see. The text
+    is in the errors of all ranks. If contexts are nested, the innermost one counts.
     """
     line = user_line()
     return _inside(f"A{at_line(line.file, line.number)[2:]}: {text}" if line else text)

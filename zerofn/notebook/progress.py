@@ -167,19 +167,19 @@ def progress(
             state, metrics = step(state, batch)
             bar.log(metrics, state)
 
-    The line has what was logged last, ms/step and tokens/s (of all ranks) since the last line, the most memory that
-    this rank has had, skipped steps, the loss scale, and the time that is left if the loader has a length or `total`
-    is given. The device is waited for once a line. In a terminal and in a notebook the line is written over; elsewhere
-    each is a line of its own. `bar.print(...)` prints besides, on rank 0. A run that goes on gives `initial`, the steps
-    that were done before, which `total` counts, too.
+    The line shows the metrics that were logged last, ms/step and tokens/s (of all ranks) since the last line, this
+    rank's peak memory, skipped steps, the loss scale, and the remaining time if the loader has a length or `total` is
+    set. Showing a line waits for the device. In a terminal and in a notebook, a new line replaces the last one;
+    elsewhere each is printed on a new line. `bar.print(...)` prints other text, on rank 0. For a resumed run, pass
+    `initial`, the number of steps done before; `total` includes them.
 
-    `step`: what `zerofn.compile` returned. Then the line also has this rank's TFLOP/s, of matrix products that the
-    model needs (recomputed ones do not count), and on a known GPU their share of what its data sheet promises (MFU).
-    `tokens(batch) -> int`: tokens of a rank's batch; by default the rows and columns of its first tensor of integers,
-    and rows where there is none. `to`: where lines go besides, one or several of a path that ends in .jsonl, a
-    "tensorboard:FOLDER", "wandb" or "trackio" (whose run is the one that you have started), and objects with
-    `write(record)` and `close()`. Raises `ValueError` for an `every` below 1, an `initial` below 0 and an unknown
-    place, `ImportError` for a place whose library is not installed.
+    `step`: the compiled step. With it, the line also shows this rank's TFLOP/s, which count matrix products of the
+    model (without recomputed ones), and on a known GPU their share of its peak (MFU). `tokens(batch) -> int`: number of
+    tokens of a rank's batch; by default the number of elements of its first 2-d tensor of integers, or of rows if it
+    has none. `to`: further destinations, one or several of: a path that ends in .jsonl, "tensorboard:FOLDER", "wandb"
+    or "trackio" (for the run that you have started), and objects with `write(record)` and `close()`. Raises
+    `ValueError` for an `every` below 1, an `initial` below 0 or an unknown destination, `ImportError` for a destination
+    whose library is not installed.
     """
     return Progress(loader, every, total, initial, tokens, to, step)
 

@@ -22,14 +22,14 @@ ops = torch.ops.zerofn
 def normal_like(values: Any, key: Tensor) -> Any:
     """Return a tree like `values`, `Sharded` or plain, of independent draws from the standard normal distribution.
 
-    `values`: a tree of floating tensors. `key`: a random key, an int64 scalar on the CPU. An element's draw depends on
-    the key, its leaf's place in the tree and its own place in the leaf, so the noise has the same bits at every stage,
-    on any mesh and in a plain tree (on one kind of device). For Langevin dynamics, and for gradients that are clipped
-    and blurred for privacy; `torch.randn_like` on a shard is refused, because it would draw the same for every rank's
-    shard. Use a key for one tree: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
+    `values`: a tree of floating tensors. `key`: a random key, an int64 scalar on the CPU. The draw for an element
+    depends on the key, the position of its leaf in the tree and its position in the leaf, so the noise has the same
+    bits at every stage, on any mesh and in a plain tree (on one type of device). Use it for Langevin dynamics, or for
+    the noise of DP-SGD. `torch.randn_like` on a shard is refused, because it would draw the same noise on every rank.
+    Use each key for one tree only: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
 
-    Leaves have the shapes, dtypes and devices of `values`. Not differentiable. Raises `TypeError` for a key of another
-    kind or a leaf that is not floating-point.
+    Leaves have the shapes, dtypes and devices of `values`. Not differentiable. Raises `TypeError` if `key` is not such
+    a key, or a leaf is not floating-point.
 
     >>> import zerofn
     >>> params = {"w": torch.zeros(3)}

@@ -145,7 +145,7 @@ def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
-    """Return the 2-norm of every leaf by name, 0-d tensors in float32 at least. All ranks must call it."""
+    """Return the 2-norm of every leaf by name, 0-d tensors in float32 or float64. All ranks must call it."""
     names, numbers = norms(values)
     return dict(zip(names, numbers.unbind(), strict=True))
 

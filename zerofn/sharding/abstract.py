@@ -27,12 +27,12 @@ def abstract(state: Any) -> Any:
         like = zerofn.abstract(state)         # some kilobytes
         state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks
 
-    Every `Sharded` keeps its stage, precision, units, storage and tiers. What is replicated (step counts, loss scales)
-    keeps its values. In another process it is cut over the ranks that are there along `data`, also if it was on another
-    mesh, and makes their process group if a launcher started them; leaves are whole there. A state that a step has used
-    up will do. Nothing is sent or allocated.
+    Every `Sharded` keeps its stage, precision, units, storage and tiers. Replicated leaves (step counts, loss scales)
+    keep their values. In another process, `load` shards the state over that process's ranks along `data`, also if it
+    was on another mesh, and makes their process group if a launcher started them; leaves are not sliced then. The state
+    may be a donated one. Nothing is sent or allocated.
 
-    As JAX has abstract arrays, which orbax restores into.
+    The counterpart in JAX is a tree of abstract arrays, into which orbax restores.
     """
     nodes = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
     units: dict[_Key, list[Unit]] = {}

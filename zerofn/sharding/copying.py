@@ -17,9 +17,9 @@ def copy(state: T) -> T:
         kept = zerofn.copy(state)
         state, metrics = step(state, batch)  # may be tried again from `kept`
 
-    A compiled step writes the new state into the memory of the one that it is given. So where a cell of a notebook is
-    run more than once, give it a copy, or write `compile(..., donate=False)`. Each rank copies what it holds; nothing
-    is sent, and any rank may call it alone. The copy takes as much memory as the state.
+    A compiled step writes the new state into the memory of its argument. So in a notebook cell that you run more than
+    once, pass a copy to the step, or write `compile(..., donate=False)`. Each rank copies its own shards; nothing is
+    sent, and any rank may call it alone. The copy needs as much memory as the state.
 
     Raises `RuntimeError` for a state that was donated, and for one that is on a drive.
     """

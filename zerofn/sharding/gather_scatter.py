@@ -170,24 +170,24 @@ def gather_leaves(
 def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[[str], bool] | None = None) -> Any:
     """Return a tree with the full tensors of every `Sharded` in it: one all-gather a unit.
 
-    `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or
-    an `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
-    leaf, a key path above leaves, or a predicate of leaf names; the other leaves are None, and of units without such
-    a leaf nothing is gathered. It is for looking at leaves: where ranks have slices of one (along `tensor`, or
-    `expert`), the result is the whole leaf, as `unshard` returns it, and not differentiable. Without `only` it is this
-    rank's slice, with which layers that are cut compute.
+    `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or an
+    `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
+    leaf, a key path above leaves, or a predicate of leaf names; the other leaves are None, and units without a selected
+    leaf are not gathered. Use `only` to read leaves: for a sliced leaf (along `tensor` or `expert`), the result is the
+    whole leaf, as `unshard` returns it, and is not differentiable. Without `only`, it is this rank's slice, which
+    sliced layers need.
 
     Each leaf is on the shards' device, in the precision's compute dtype (the stored dtype without a precision), the
     same on all ranks that have the same slices. At stages 1 and 2 the parameters hold a gathered copy, which is
-    returned without communication. There, and with one rank, the result shares the state's memory: clone what must
-    outlive the next compiled step.
+    returned without communication. At these stages, and with one rank, the result shares the state's memory: clone a
+    leaf that must outlive the next compiled step.
 
-    Outside a compiled step, what is on drives is read now, into memory of its own.
+    Outside a compiled step, leaves on drives are read at once, into new memory.
 
     A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
     `ValueError` for an axis that the tree is not sharded over, `KeyError` if `only` selects no leaf, `TypeError` for
-    `params["name"]`, which is one rank's part of a leaf, and for a derivative of whole leaves that ranks have slices
-    of, and `RuntimeError` for a state that was donated.
+    `params["name"]`, which is one rank's part of a leaf, and if the result of `only` would need a derivative of sliced
+    leaves, and `RuntimeError` for a donated state.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]

@@ -83,34 +83,34 @@ def diloco(
     mix: float | None = None,
     wire: str | Wire | None = None,
 ) -> Diloco:
-    """Return a step in which the replicas of a mesh train apart, and meet every `every` steps.
+    """Return a step in which the replicas of a mesh train alone, and average their parameters every `every` steps.
 
         step = zerofn.diloco(train_step, every=100)
         state = step.init(zerofn.shard(init_state, stage=3, mesh=zerofn.Mesh.make(replicate=2, data=-1)))
         step = zerofn.compile(step)
         state, aux = step(state, batch)
 
-    `inner_step`: `(state, batch) -> (state, aux)`, as for `compile`. It runs on the ranks of one replica: the loss,
-    gradients and aux are means over these alone, and nothing is sent along `axis`. `outer`: the optimizer whose
-    gradient is the mean over replicas of what they have taken off their parameters since they were equal; None is
-    `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: inner steps from one meeting to the next. `axis`: along
-    which ranks are replicas.
+    `inner_step`: `(state, batch) -> (state, aux)`, as for `compile`. It runs on the ranks of one replica: loss,
+    gradients and aux are means over these ranks only, and nothing is sent along `axis`. `outer`: the outer optimizer.
+    Its gradient is the mean over replicas of old minus new parameters, since the last outer step. None is
+    `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: number of inner steps from one outer step to the next.
+    `axis`: the axis of replicas.
 
-    `fragments`: in how many parts parameters are sent. Units are dealt out to them one after the other. Fragment f of F
-    is sent behind each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: how
-    many inner steps later its outer step comes; the sums of differences travel behind the first half of these, their
-    means behind the other. With `tau=1` half of the transfer is hidden, and with more all of it. `tau=0` is plain
-    DiLoCo: replicas wait for it. `mix`: with which part of its own parameters a replica goes on, beside 1 - mix of
-    the outer optimizer's; None is 0.5, and 0 with `tau=0`. `wire`: in which form differences, and their means, are
-    sent: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose `reduce` is for differences and `gather` for means, rounded
-    to nearest. All replicas decode the same means.
+    `fragments`: in how many parts the parameters are sent. Units are dealt to fragments in turn. Fragment f of F is
+    sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: its outer
+    step follows this many inner steps later. The reduce-scatter of differences is hidden behind the first half of these
+    steps, the all-gather of means behind the second half. With `tau=1` half of the transfer is hidden, with more all of
+    it. `tau=0` is plain DiLoCo: replicas wait for the transfer. `mix`: after an outer step a replica continues with
+    `mix` times its own parameters plus `1 - mix` times the outer optimizer's; None is 0.5, and 0 with `tau=0`. `wire`:
+    the codec of differences and of their means: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose `reduce` is for
+    differences and `gather` for means, rounded to nearest. All replicas decode the same means.
 
-    The step takes what its method `init` returns, see `DilocoState`. Every rank must call it. A replica that is slow is
-    waited for where its differences are used; one that fails ends the job. Its last checkpoint is loaded by any
-    number of replicas: replica r goes on with the entry r % n of those n that were saved.
+    The step's first argument is the result of its method `init`, see `DilocoState`. Every rank must call the step.
+    Other replicas wait for a slow replica when they need its differences; a replica that fails ends the job. Any number
+    of replicas can load the last checkpoint: if n replicas saved it, replica r continues with the saved replica r % n.
 
-    Raises `ValueError` for numbers out of range and an argument that has no effect, `TypeError` for an `outer` that is
-    no gradient transformation.
+    Raises `ValueError` for numbers out of range and for an argument without effect, `TypeError` if `outer` is not a
+    gradient transformation.
 
     >>> diloco(lambda state, batch: (state, None), every=100, tau=0)
     diloco(every=100, axis='replicate', fragments=1, tau=0)

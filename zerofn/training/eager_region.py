@@ -35,17 +35,17 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps")  # whose autocast a region keeps, which
 def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callable[..., Any]:
     """Return `fn` as a function that a captured step calls without looking into it.
 
-    `fn(*args)`: a pure function of its arguments, which are trees of tensors and constants; parameters must be among
-    them. It returns a tree of tensors. `like(*args)` is given fake arguments, which have shapes and no values, and
-    returns the tree of outputs with the shapes and dtypes that `fn` always returns, such as `x.new_empty(len(x))`.
+    `fn(*args)`: a pure function of its arguments, which are trees of tensors and constants and must include all
+    parameters that it uses. It returns a tree of tensors. `like(*args)` receives fake arguments, which have shapes but
+    no values, and returns a tree with the shapes and dtypes that `fn` always returns, such as `x.new_empty(len(x))`.
 
     It is differentiable once: the backward pass runs `fn` again. Random operations inside draw from the step's key.
-    Memory and time inside `fn` are not planned. In a loss function that is not captured it runs in the same way, so
-    that its gradients have the same bits; elsewhere it is `fn`.
+    Plans do not include memory and time inside `fn`. In a loss function that is not captured, the region runs in the
+    same way, so gradients have the same bits; elsewhere it simply calls `fn`.
 
     In a captured step, raises `TypeError` for an argument that is neither tensor nor constant, `ValueError` for an
-    argument or closure that hides a tensor that is differentiated, and while it runs `RuntimeError` if `fn` returns
-    another structure, shape or dtype than `like`, writes to an argument or communicates.
+    argument or closure that contains a differentiated tensor, and at run time `RuntimeError` if `fn` returns another
+    structure, shape or dtype than `like`, writes to an argument or communicates.
 
     >>> top = eager_region(lambda x: x[x > x.mean()].sum(), like=lambda x: x.new_empty(()))
     >>> top(torch.tensor([1.0, 2.0, 6.0]))

@@ -48,20 +48,20 @@ def value_and_grad(
 ) -> ValueAndGrad:
     """Return `f(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
-    `loss_fn(params, *args)` gets full parameters in the compute dtype. It returns a scalar, the mean over this
+    `loss_fn(params, *args)` receives full parameters in the compute dtype. It returns a scalar, the mean over this
     rank's batch; or `(sum, weight)`, for a mean that is weighted exactly over ranks and microbatches. `params` is
-    `Sharded`, plain, or a tree of both. A plain tree alone never communicates; with a `Sharded` in `params`, all
-    ranks must call `f`.
+    `Sharded`, plain, or a tree of both. A plain tree alone never communicates; with a `Sharded` in `params`, all ranks
+    must call `f`.
 
     `loss` is the mean over the global batch, in float32, or in float64 if `loss_fn` returns that. `aux` is this
     rank's own. `grads` has the structure of `params`, is averaged over ranks in the reduce dtype, and is unscaled.
     Unused parameters get zeros.
 
-    `scale`: a loss scale. `rng`: the key for random operations, which raise without one, and for stochastic rounding of
-    what is sent (`zerofn.Wire`), another one in each step. `frozen(leaf name)`: which
-    plain leaves get zeros, as integers do; `Sharded` trees know theirs. `f` raises `TypeError` for a complex leaf,
-    and `ValueError` or `TypeError` if `loss_fn` returns something else or a loss without a gradient, or `frozen`
-    selects no leaf. It warns of a weight that is computed from the parameters.
+    `scale`: a loss scale. `rng`: the key for random operations, which raise without a key, and for stochastic rounding
+    of gradients that are sent (`zerofn.Wire`). Use a new key for each step. `frozen(leaf name)`: which plain leaves get
+    gradients of zero, as integers do; a `Sharded` tree stores which of its leaves are frozen. `f` raises `TypeError`
+    for a complex leaf, and `ValueError` or `TypeError` if `loss_fn` does not return a loss, if the loss has no
+    gradient, or if `frozen` selects no leaf. It warns if the weight depends on the parameters.
 
     >>> f = value_and_grad(lambda w, x: (w * x).mean())
     >>> f(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]))
@@ -121,20 +121,21 @@ class ValueAndGrad:
 def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
     """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
 
-    `vg`: what `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along dim 0 into
-    `n` equal contiguous microbatches. Loss and gradients are averaged over them. Aux is stacked along a new dim 0.
-    Each microbatch sees what the one before wrote to buffers. A `vg` that accumulates over `m` then accumulates
-    over `m * n`. Capture records one microbatch and loops over it; nothing is unrolled.
+    `vg`: the function that `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along
+    dim 0 into `n` equal contiguous microbatches. Loss and gradients are averaged over microbatches, and aux is stacked
+    along a new dim 0. A microbatch sees the buffers that the previous one wrote. If `vg` already accumulates over `m`
+    microbatches, the result accumulates over `m * n`. Capture records one microbatch and loops over it; nothing is
+    unrolled.
 
-    `reduce`: when gradients are summed over ranks. "microbatch": in each one, so that a rank keeps shards of the sums,
-    which at stage 0, and along `replicate`, are gathered behind the last.
-    "step": once, behind the last, which sends 1/n of the bytes, and keeps whole gradients, in the reduce dtype.
-    "round": once for as many microbatches as the mesh's axis `pipe` has ranks, which a pipeline has under way together;
-    without that axis, in each one. None: "step" at stages 0 and 1, "microbatch" at 2 and 3. Each orders sums otherwise;
-    for any one, all stages give the same bits.
+    `reduce`: when gradients are summed over ranks. "microbatch": in each microbatch, so that a rank stores only shards
+    of the sums, which at stage 0, and along `replicate`, are gathered after the last one. "step": once, after the last
+    microbatch, which sends 1/n of the bytes, but stores full gradients, in the reduce dtype. "round": once for each
+    group of as many microbatches as the mesh's axis `pipe` has ranks, the microbatches that a pipeline works on at the
+    same time; without that axis, in each microbatch. None: "step" at stages 0 and 1, "microbatch" at 2 and 3. The
+    choices add in different orders; with one choice, all stages give the same bits.
 
-    Raises `TypeError` for another `vg`, and `ValueError` for an `n` that is no positive integer, another `reduce` or a
-    leaf that cannot be cut.
+    Raises `TypeError` if `vg` is not such a function, and `ValueError` if `n` is not a positive integer, if `reduce` is
+    unknown or if a leaf cannot be cut.
 
     >>> f = accumulate(value_and_grad(lambda w, x: (w * x).mean()), 2)
     >>> f(torch.tensor(2.0), torch.tensor([1.0, 2.0, 3.0, 4.0]))

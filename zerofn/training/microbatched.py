@@ -23,18 +23,19 @@ from ..util.arguments import checked
 
 @checked()
 def microbatched(fn: Callable[..., Any], n: int) -> Callable[[Any, Any], Any]:
-    """Return `f(params, batch)`: `fn` on `n` equal parts of the rows, one after the other, its results joined.
+    """Return `f(params, batch)`, which calls `fn` on `n` equal microbatches, one after the other, and joins the
+    results.
 
-    For evaluation and prediction in the memory of a part. `fn(params, batch)` gets full parameters, in the compute
-    dtype, in place of each `Sharded` in `params`, and a tree whose tensors are the rows `[k * r, (k + 1) * r)` of the
-    batch's; it returns a tree of tensors, which `f` joins along dim 0. On a mesh with `pipe` a compiled step runs the
-    parts through the stages of a pipeline, and every rank gets the whole result. A part sees what the one before
-    wrote to buffers. Draws differ between parts (`zerofn.random.randomness`).
+    For evaluation and prediction with the memory of one microbatch. `fn(params, batch)` receives full parameters, in
+    the compute dtype, for each `Sharded` in `params`, and a batch of the rows `[k * r, (k + 1) * r)`; it returns a tree
+    of tensors, which `f` concatenates along dim 0. On a mesh with `pipe`, a compiled step runs the microbatches through
+    the stages of a pipeline, and every rank gets the whole result. A microbatch sees the buffers that the previous one
+    wrote. Random draws differ between microbatches (`zerofn.random.randomness`).
 
-    Captured, it is a loop, whose body gathers units before their use; eagerly they are gathered once. All ranks must
-    call `f` if `params` has a `Sharded`. Nothing is differentiated: `f` raises `RuntimeError` where a gradient is
-    recorded through it. It raises `ValueError` for rows that `n` does not divide and for results without a dim to
-    join, and `TypeError` for results that are no tensors.
+    A captured step loops over microbatches, and gathers units before their use in each; an eager call gathers them
+    once. All ranks must call `f` if `params` has a `Sharded`. `f` is not differentiable, and raises `RuntimeError` if a
+    gradient would be recorded through it. It raises `ValueError` if `n` does not divide the number of rows or a result
+    is a scalar, and `TypeError` if a result is not a tensor.
 
     >>> predict = microbatched(lambda w, x: x @ w, 2)
     >>> predict(torch.ones(3, 1), torch.ones(4, 3)).shape

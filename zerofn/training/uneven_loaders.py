@@ -20,15 +20,15 @@ _END, _BATCH, _FAILED = range(3)
 def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> Iterator[Any]:
     """Yield a loader's batches, the same number of them on every rank.
 
-    All ranks stop at the shortest loader: what others have left is dropped. With `pad`, they go on until the longest
-    loader ends: batches must be mappings, and each gets an entry `pad`, a float32 scalar, 1 for a batch of the loader,
-    and 0 for a repetition of the last one on a rank that has no more. Weigh the loss with it, and divide by the sum of
-    weights over ranks, not by their number.
+    All ranks stop at the end of the shortest loader, and drop remaining batches of other loaders. With `pad`, they
+    continue until the longest loader ends: batches must be mappings, and each gets an entry `pad`, a float32 scalar, 1
+    for a batch of the loader, and 0 for the repeated last batch of a rank whose loader has ended. Multiply the loss by
+    this weight, and divide by the sum of weights over ranks, not by the number of ranks.
 
-    It costs a message a batch. Every rank must iterate; a rank that leaves the loop early is told from the others, see
-    `zerofn.compile`. Raises `TypeError` for a batch that is no mapping and `ValueError` for an empty loader, both only
-    with `pad`; on all ranks `RuntimeError` if one rank's loader raises. Under PyTorch's `Join` ranks that have ended
-    shadow the others' collectives; here they do the same, which needs no hooks.
+    Ranks exchange one message for each batch. Every rank must iterate; if a rank leaves the loop early, the next step
+    raises on all ranks. Raises `TypeError` for a batch that is not a mapping and `ValueError` for an empty loader, both
+    only with `pad`; on all ranks `RuntimeError` if one rank's loader raises. Unlike PyTorch's `Join`, in which ranks
+    that have ended shadow the collectives of others, all ranks run the same steps here, without hooks.
 
     >>> [x for x in even([1, 2, 3])]
     [1, 2, 3]
