@@ -56,7 +56,8 @@ def note_save(path: Path, save: str) -> None:
 
 
 def saved_paths() -> list[Path]:
-    """Return the paths that this process has saved to, the newest last: on rank 0, which ends every save."""
+    """Return the paths that this process has saved to, the newest last. Only rank 0, which completes every save, has
+    any."""
     return list(the(ThisProcess).saved)
 
 

@@ -43,21 +43,21 @@ WHAT = "zerofn.save"
 def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Saving:
     """Write a state to the folder `path`, where `load` finds it. Every rank must call it. Nothing is pickled.
 
-    Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes what
-    is replicated, and a JSON manifest of logical names. At stage 0 each rank writes its N-th part, and slices that
-    several ranks of a mesh have are written by the first of them, so nothing is written twice. All ranks must see
-    `path`: on several machines a shared file system, or a URL such as "s3://bucket/a" (any that fsspec knows; `pip
-    install 'zerofn[remote]'`), or a `UPath` with the options it needs. An older checkpoint at `path` stays until the
-    new one is complete; a process that is killed leaves one or the other. Files of others in the folder stay.
+    Each rank writes one safetensors file with its shards, with one MiB in memory at a time. Rank 0 also writes
+    replicated values, and a JSON manifest of logical names. Nothing is written twice: at stage 0 each rank writes 1/N
+    of the state, and a slice that several ranks hold is written by the first of them. All ranks must see `path`: on
+    several machines a shared file system, or a URL such as "s3://bucket/a" (of any file system that fsspec knows; `pip
+    install 'zerofn[remote]'`), or a `UPath` with its options. An older checkpoint at `path` stays until the new one is
+    complete, so one of them remains if the process is killed. Other files in the folder stay.
 
-    `wait=False` returns once this rank's part is copied to host memory, and a thread writes it while training goes
-    on; the copy's memory is kept for the next save. Returns a handle: `.done()`, `.wait(timeout=None)`, `.path`, and
-    `.blocked_s`, the seconds that this call took. A save waits for the one before it. What failed behind a step is
-    raised by `.wait()` or by the next save; the end of the program waits for the last one.
+    `wait=False` returns once this rank's part is copied to host memory, and a thread writes it while training
+    continues; the next save uses the same memory for its copy. Returns a handle: `.done()`, `.wait(timeout=None)`,
+    `.path`, and `.blocked_s`, the seconds that this call took. A save waits for the previous one. If a save fails in
+    the background, `.wait()` or the next save raises its error; the end of the program waits for the last save.
 
-    Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` if two leaves have one name or
-    a replicated leaf differs between ranks, `CheckpointError` if the disk fails, `path` is no checkpoint, or another
-    job saves there, and `RuntimeError` if a rank does not come.
+    Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` if two leaves have the same name
+    or a replicated leaf differs between ranks, `CheckpointError` if the disk fails, if `path` exists and is not a
+    checkpoint, or if another job saves there, and `RuntimeError` if not all ranks call it.
     """
     return save_along(path, state, wait, Along())
 

@@ -19,10 +19,10 @@ WHAT = "zerofn.verify"
 
 @checked()
 def verify(path: str | os.PathLike[str]) -> list[str]:
-    """Return what is wrong with the checkpoint at `path`, a sentence each; an empty list if every bit is as saved.
+    """Return a list of defects of the checkpoint at `path`, one sentence each; an empty list if every bit is as saved.
 
-    Ranks, if there are several, read different files; every rank must call it, and all get the same list. Raises
-    `CheckpointError`, on every rank, where a network or memory fails.
+    Several ranks divide the files among them; every rank must call it, and all get the same list. Raises
+    `CheckpointError`, on every rank, if the network or memory fails.
     """
     refuse_while_capturing(WHAT)
     texts = with_texts(WHAT, lambda: (None, json.dumps(_faults(located(path), *rank_and_size()))))[1]

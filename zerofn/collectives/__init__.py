@@ -282,14 +282,14 @@ def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -
 def same(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Declare that `x` has the same value on every rank, and check it.
 
-    `x` [...]: of one shape and dtype on all ranks. `axis`: the ranks that compare it; by default all of the mesh. In a
-    compiled step, a value that depends on a rank's own batch, random key or place may not scale a shard or a gradient.
-    If you know that it is equal everywhere (a temperature in the batch, a file that all ranks read), say so with this
-    function.
+    `x` [...]: with the same shape and dtype on all ranks. `axis`: the ranks that compare it; by default all ranks of
+    the mesh. In a compiled step, a value that depends on a rank's own batch, random key or rank number may not scale a
+    shard or a gradient. If you know that the value is equal on all ranks (a temperature in the batch, a file that all
+    ranks read), declare it with this function.
 
-    -> a view of `x`. Checksums of its bits are compared in every step, before the first write to the state; on a
-    device the host waits for them. Transpose: itself, unchecked. Raises `RuntimeError` on every rank if values differ;
-    the state is as it was.
+    -> a view of `x`. Checksums of its bits are compared in every step, before the first write to the state; on a device
+    the host waits for them. Transpose: itself, without the check. Raises `RuntimeError` on every rank if values differ;
+    the state stays unchanged.
 
     >>> same(torch.tensor(0.5))
     tensor(0.5000)

@@ -97,12 +97,13 @@ def axis_of(axis: str | Axis | None, what: str = "axis", instead: str = "") -> A
 
 @checked()
 def rank(among: str = "") -> int:
-    """Return this process's rank, from 0; 0 if it is alone. Joins the ranks, as `Mesh.of` does.
+    """Return this process's rank, counted from 0; 0 for a single process. Makes the process group if needed, as
+    `Mesh.of` does.
 
-    `among`: "" for the rank in the job; "rows" for the number among ranks with rows of their own, which those along
-    `context` and `tensor` share, so that they read the same; or the name of an axis. These are of the state's mesh in a
-    step, and of the process's mesh outside. Raises `ValueError` if the axis is not there, or the process has several
-    meshes in which they differ.
+    `among`: "" for the rank in the job; "rows" for the rank among ranks with different rows (ranks along `context` and
+    `tensor` share rows, and have the same number); or the name of an axis. Inside a step, the mesh is that of the
+    state; outside, that of the process. Raises `ValueError` if the axis does not exist, or if the process has several
+    meshes in which the answer differs.
 
     >>> rank(), rank("rows"), world_size()
     (0, 0, 1)
@@ -112,7 +113,7 @@ def rank(among: str = "") -> int:
 
 @checked()
 def world_size(among: str = "") -> int:
-    """Return the number of ranks. Joins them, as `Mesh.of` does. `among`: see `rank`.
+    """Return the number of ranks. Makes the process group if needed, as `Mesh.of` does. `among`: see `rank`.
 
     >>> world_size(), world_size("rows")
     (1, 1)

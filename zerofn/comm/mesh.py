@@ -53,10 +53,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Mesh:
-    """A grid of ranks, row-major: along the last axis the number of the rank grows fastest.
+    """A grid of ranks, row-major: the rank number grows fastest along the last axis.
 
-    `Mesh.of(None)` is all ranks of the job along one axis, `data`. `ranks`: the number in the job of the rank at each
-    point of the grid; empty on a machine that is only planned for.
+    `Mesh.of(None)` has all ranks of the job along one axis, `data`. `ranks`: for each point of the grid, the number of
+    its rank in the job; empty for a machine that only a plan has.
 
     >>> Mesh.of(None).axis("data").size
     1
@@ -70,15 +70,21 @@ class Mesh:
 
     @staticmethod
     def make(**sizes: int) -> Mesh:
-        """Return the grid of all ranks of the job with these axes, in this order; joins the ranks.
+        """Return the grid of all ranks of the job with these axes, in this order. Makes the process group if needed.
 
-        Along each axis ranks have of their own: `pipe`, a stage of the model (`zerofn.parallel.pipe`); `replicate`,
-        rows; `data`, rows and a shard of each unit; `expert`, rows, experts (`zerofn.moe.cuts`) and a shard of all
-        else; `context`, parts of the same rows (`zerofn.parallel.split_sequence`) and a shard of each unit; `tensor`,
-        slices of the same layers (`zerofn.parallel.tensor`). One that is not named has size 1. One size may be -1.
+        What differs between ranks along each axis:
 
-        As in `DeviceMesh`, ranks that differ along the last axis only are neighbours. So the axis that sends most
-        comes last, and lies within a machine.
+        - `pipe`: the stages of the model (`zerofn.parallel.pipe`)
+        - `replicate`: the rows; shards are the same
+        - `data`: the rows, and the shards of each unit
+        - `expert`: the rows, the experts (`zerofn.moe.cuts`), and the shards of all other leaves
+        - `context`: the tokens of the same rows (`zerofn.parallel.split_sequence`), and the shards of each unit
+        - `tensor`: the slices of layers (`zerofn.parallel.tensor`); rows and tokens are the same
+
+        An axis that is not named has size 1. One size may be -1, for all remaining ranks.
+
+        As in `DeviceMesh`, ranks that differ only along the last axis are neighbours. So put the axis that sends most
+        last: its ranks are then on one machine.
 
         Raises `TypeError` for an unknown axis, and `ValueError` for sizes whose product is not the number of ranks.
 
@@ -95,9 +101,10 @@ class Mesh:
     @staticmethod
     @checked()
     def planned(sizes: Mapping[str, int], num_ranks: int | None = None) -> Mesh:
-        """Return the grid of a machine that need not exist, as its rank 0 sees it: what `zerofn.plan` plans for.
+        """Return the grid of a machine that need not exist, as its rank 0 sees it, for `zerofn.plan`.
 
-        `sizes`, axes: as for `make`. `num_ranks`: of the machine, for a size of -1. Raises what `make` raises.
+        `sizes`, axes: as for `make`. `num_ranks`: number of ranks, needed for a size of -1. Raises the errors of
+        `make`.
 
         >>> Mesh.planned({"data": 4, "tensor": 2})
         Mesh(data: rank 0 of 4, tensor: rank 0 of 2)
@@ -154,7 +161,7 @@ class Mesh:
     def axis(self, name: str = USUAL) -> Axis:
         """Return the axis called `name`. The only axis of a mesh also answers to `data`.
 
-        Raises `ValueError` for one that is not there.
+        Raises `ValueError` if the mesh does not have it.
         """
         for axis in self.axes:
             if axis.name in self._names([name]):

@@ -42,8 +42,8 @@ STRETCH, STRETCHES = {"cpu": (256, 40), "cuda": (8192, 1)}, 40
 def this_machine(folder: str | os.PathLike[str] | None = None) -> Machine:
     """Measure this machine under the load of all ranks, and return it as a `Machine`.
 
-    Every rank must call it; all get the first rank's result. `folder`: a folder on the drive to measure; None
-    measures none.
+    Every rank must call it; all get the first rank's result. `folder`: a folder on a drive to measure as well; None
+    measures no drive.
     """
     refuse_while_capturing("zerofn.this_machine")
     axis = Mesh.of(None).axis()

@@ -24,8 +24,8 @@ GB, GIB, TB = 1e9, 1 << 30, 1e12
 @known_fields
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """One type of node of a cluster. Units are bytes, bytes/s, operations/s and seconds, of one rank unless a field
-    says otherwise. What the ranks of a node share is given for the node.
+    """One type of node of a cluster. Units are bytes, bytes/s, operations/s and seconds, for one rank unless a field
+    says otherwise. Resources that the ranks of a node share are stated for the node.
 
     `flops`: of matrix products, by dtype, as trained models reach them; less than data sheets promise.
     `measured_on`: the hardware that `zerofn profile` measured, empty for a machine known by name.

@@ -39,16 +39,17 @@ _LARGE = 1 << 30  # bytes
 
 @checked()
 def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | None = None) -> nn.Module:
-    """Return the module that `build()` makes, with its real buffers, and with the shapes of its parameters only.
+    """Return the module that `build()` makes, with its real buffers, but with parameters that have shapes and no
+    values.
 
     Parameters are on the `meta` device, with their dtypes, strides, `requires_grad` and class; tied ones stay one
     object. Buffers, and tensors that are plain attributes, have the values of a plain `build()` under the present
-    generator state. `device`: where buffers are put then, "cuda" for steps on a GPU. At most one real parameter exists
-    at a time. The generators are left as they are. `build` is called a second time if a buffer is computed from a
-    parameter (a running copy of a weight, for example). For use with `torch.func.functional_call`.
+    generator state. `device`: the device to move buffers to, "cuda" for steps on a GPU. At most one real parameter
+    exists at a time. The states of the generators do not change. `build` is called a second time if a buffer is
+    computed from a parameter (a running copy of a weight, for example). For use with `torch.func.functional_call`.
 
-    Raises `TypeError` if `build()` returns no module or stores parameters quantised, `RuntimeError` if a parameter is
-    still lazy, or building needs the value of a parameter.
+    Raises `TypeError` if `build()` does not return a module or makes quantised parameters, `RuntimeError` if a
+    parameter is still lazy, or if building reads the value of a parameter.
 
     >>> module = skeleton(lambda: nn.Linear(2, 3))
     >>> module.weight.shape, module.weight.device

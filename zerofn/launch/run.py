@@ -26,15 +26,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # tor
 
 
 def run(fn: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) -> Any:
-    """Return what rank 0 returns of `fn(*args, **kwargs)`, which all ranks call, each in a new process.
+    """Call `fn(*args, **kwargs)` on all ranks, each in a new process, and return rank 0's result.
 
-    `fn` may be defined in a notebook, and inside a function: it travels by value. `args`, `kwargs`: plain data, plain
-    tensors and modules; each rank has its own copy. `ranks`: processes on this machine, one to a GPU where there are
-    GPUs. The result is tensors, on the host, or plain data. What ranks print is shown as it comes.
+    `fn` may be defined in a notebook or inside another function: it is sent by value. `args`, `kwargs`: plain data,
+    plain tensors and modules; each rank gets its own copy. `ranks`: number of processes on this machine; with GPUs, one
+    for each GPU. The result consists of tensors, on the host, or plain data. Output of the ranks is shown at once.
 
-    Raises what a rank raised, the first one where several did, with its traceback as a note; `RuntimeError` for a rank
-    that was killed, and inside a rank; `TypeError` for arguments or a result that cannot travel; `ValueError` for a
-    number of ranks that cannot be. Nothing is left running, also if this process is killed.
+    Raises the first error of a rank, with its traceback as a note; `RuntimeError` if a rank was killed, or if it is
+    called inside a rank; `TypeError` for arguments or a result that cannot be sent; `ValueError` for an impossible
+    number of ranks. No process stays running, even if this process is killed.
 
     The ranks are workers of torch's elastic agent, with the variables that torchrun sets.
     """

@@ -28,11 +28,11 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 class Offload:
     """Tiers of memory for a state.
 
-    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`:
-    the folder or folders to stripe over, for "nvme"; default is the system's temporary folder. `fraction`: the
-    share of the units' bytes to offload, last units by name first; most models use those last. `update`: the
-    processor that updates offloaded state: "cpu", "gpu" (state is streamed through it), "split", or "auto", which
-    follows measured rates.
+    `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
+    folder or folders to stripe over, for "nvme"; default is the system's temporary folder. `fraction`: the share of the
+    units' bytes to offload, starting with the last units by name, which most models use last. `update`: the processor
+    that updates offloaded state: "cpu", "gpu" (state is streamed through it), "split" between both, or "auto", which
+    chooses by measured rates.
 
     Raises `ValueError` or `TypeError` for unknown values.
     """

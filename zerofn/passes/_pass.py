@@ -32,18 +32,18 @@ class Body:
 class Pass:
     """A transformation of a captured step: `fn(program) -> None` changes `program.gm`, an FX graph module, in place.
 
-    `scope`: "step": `fn` is called once. "body": it is called for the step, then for the body of each of its loops
-    (microbatches), of which it gets nothing but `.gm`. A function of two arguments gets a `Context`, the machine and
-    the mesh, too: `fn(gm, context)` for "body", `fn(program, context)` for "step". `name`: in errors, timings and
-    ZEROFN_DUMP's file names; the function's by default.
+    `scope`: with "step", `fn` is called once. With "body", it is called for the step, then for the body of each loop
+    (over microbatches), which has only the attribute `.gm`. A function of two arguments also receives a `Context` with
+    the machine and the mesh: `fn(gm, context)` for "body", `fn(program, context)` for "step". `name`: the name in
+    errors, timings and ZEROFN_DUMP's file names; by default the function's.
 
-    The search for a schedule within `memory=` runs passes several times on copies. So a pass changes the program that
-    it is called with and nothing else. `searched`: False for one that the search leaves out, because it changes neither
-    memory nor time. `required`: without it, or in another order, results are wrong. `carries_out`: it carries out the
-    search's decisions about memory; the search runs before the first such pass.
+    The search for a schedule within `memory=` runs passes several times on copies. So a pass may change only the
+    program that is its argument. `searched`: False if the search may skip the pass, because it changes neither memory
+    nor time. `required`: whether results are wrong without the pass, or in another order. `carries_out`: whether the
+    pass applies the search's decisions about memory; the search runs before the first such pass.
 
-    A pass must compute the same on all ranks, which is not checked beyond their transfers. One whose nodes differ by
-    rank, because a rank reads what it has itself, takes no part in the search.
+    A pass must make the same changes on all ranks; only transfers are compared. If the nodes differ between ranks,
+    because a rank reads its own data, write `searched=False`.
     """
 
     fn: Callable[..., None]

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of one run: one line starts or resumes it, one follows every step.
+    """The checkpoints of one run: `restore_or` starts or resumes the run, and `after_step` follows every step.
 
         checkpoints = zerofn.Checkpoints("runs/gpt", every=100, keep=3, loader=loader)
         state = checkpoints.restore_or(state)
@@ -49,22 +49,24 @@ class Checkpoints:
             checkpoints.after_step(state, metrics)
         checkpoints.close()
 
-    `folder`, or a URL, gets a checkpoint `step-00000100` and so on, as `zerofn.save` writes it; all ranks must see it.
-    `every`: steps between two; None for none but those asked for. `keep`: how many of the last ones stay; None for all.
-    `keep_best=("loss", "min")`: the one with the lowest of that metric (or "max", the highest) stays, too. `async_`:
-    they are written behind the steps. `loader`: anything with `state_dict()` and `load_state_dict()`, such as
-    torchdata's `StatefulDataLoader`; what each rank's returns is saved along with the state.
+    `folder`, or a URL, which all ranks must see, gets checkpoints `step-00000100` and so on, as `zerofn.save` writes
+    them. `every`: number of steps between two checkpoints; None saves only when `save` is called. `keep`: how many of
+    the last checkpoints stay; None for all. `keep_best=("loss", "min")`: the checkpoint with the lowest value of this
+    metric (or "max", the highest) stays, too. `async_`: write checkpoints in the background. `loader`: any object with
+    `state_dict()` and `load_state_dict()`, such as torchdata's `StatefulDataLoader`; the state dict of each rank's
+    loader is saved with the state.
 
-    `replicate_every`: steps between two copies in memory: of each rank's part in the memory of its machine (/dev/shm)
-    and of the next machine. When torchrun starts the ranks again after one, or a machine, was lost, they go on from
-    there, and no disk is read. Each part is there twice, and for a moment four times. On several machines the number of
-    ranks must be the same; else the run goes on from the disk.
+    `replicate_every`: number of steps between two copies in memory. Each rank's part is copied to the memory of its
+    machine (/dev/shm) and of the next machine. If torchrun restarts the ranks after the loss of a rank or a machine,
+    they continue from these copies, without reading a disk. Memory holds each part twice, and for a moment four times.
+    On several machines, the number of ranks must stay the same; otherwise the run continues from the disk.
 
-    A run that gets one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
-    SLURM job (`SLURM_JOB_END_TIME`), saves after its step and raises `Stopped` on all ranks, a `SystemExit` with status
-    75. Start it again, with any number of ranks, and `restore_or` goes on from there. `step`: how many steps were done.
+    A run that receives one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
+    SLURM job (`SLURM_JOB_END_TIME`), saves after its current step and raises `Stopped` on all ranks, a `SystemExit`
+    with status 75. Start the program again, with any number of ranks, and `restore_or` continues from this checkpoint.
+    `step`: the number of steps done.
 
-    Raises `ValueError` for options that make no sense.
+    Raises `ValueError` for options that are out of range, or have no effect together.
     """
 
     @checked("folder", "async_", "time_limit", "signals")
@@ -114,22 +116,23 @@ class Checkpoints:
         return steps.path_of(self.folder, step)
 
     def best_step(self) -> int | None:
-        """Return the step whose checkpoint is best by `keep_best`; None if none has that metric."""
+        """Return the step whose checkpoint is best by `keep_best`; None if no checkpoint has this metric."""
         if self._keep_best is None:
             raise ValueError(f"{WHAT}: the best checkpoint is not defined. Write keep_best=(name, 'min' or 'max').")
         return steps.best_step(self.folder, set(self.steps()) - self._damaged, *self._keep_best)
 
     @outside_steps(f"{WHAT}.restore_or")
     def restore_or(self, init_state: T | Callable[[], T]) -> T:
-        """Return the state of the newest checkpoint, laid out as `init_state`; that state itself if there is none yet.
+        """Return the state of the newest checkpoint, with the layout of `init_state`; without a checkpoint, return
+        `init_state` itself.
 
         Every rank must call it, once, before the first step. `init_state` may be a function that makes the state; it is
-        donated, since the checkpoint is read into its memory. The number of ranks, the stage and the tiers may be
-        others than before. A checkpoint with damaged bytes is passed over, with a warning, for the one before it. The
-        loader goes on where it stood.
+        donated, since the checkpoint is read into its memory. The number of ranks, the stage and the tiers may differ
+        from the saved run. A checkpoint with damaged bytes is skipped, with a warning, and the previous one is used.
+        The loader continues at its saved position.
 
-        Raises `CheckpointError` if there are checkpoints and all are damaged, if the newest is of another model, or if
-        each rank's loader stood elsewhere and the number of ranks differs now.
+        Raises `CheckpointError` if all checkpoints are damaged, if the newest belongs to another model, or if each
+        rank's loader had its own position and the number of ranks has changed.
         """
         if self._begun:
             raise ValueError(f"{WHAT}: restore_or was already called. For another run, make another Checkpoints.")
@@ -180,11 +183,11 @@ class Checkpoints:
 
     @outside_steps(f"{WHAT}.after_step")
     def after_step(self, state: Any, metrics: Any = None) -> None:
-        """Count a step; save every `every` steps, and when the run is to end. Every rank must call it after each step.
+        """Count a step; save every `every` steps, and when the run must end. Every rank must call it after each step.
 
-        `metrics`: its numbers are saved along (rank 0's), under their key paths, when a checkpoint is due.
+        `metrics`: its numbers (rank 0's) are saved with each checkpoint, under their key paths.
 
-        Raises what `zerofn.save` raises, and `Stopped` when the run is to end and is saved.
+        Raises the errors of `zerofn.save`, and `Stopped` after the last save of a run that must end.
         """
         self._check_begun("after_step")
         self.step += 1
@@ -201,7 +204,8 @@ class Checkpoints:
 
     @outside_steps(f"{WHAT}.save")
     def save(self, state: Any, metrics: Any = None, *, wait: bool = True) -> Saving:
-        """Save now, whatever the step, as after the last one. Every rank must call it; otherwise as `zerofn.save`."""
+        """Save now, at any step, for example after the last one. Every rank must call it; otherwise like
+        `zerofn.save`."""
         self._check_begun("save")
         self._tell_of_no_metric(_numbers(metrics))
         return save_along(self.path(self.step), state, wait, self._along(metrics))
@@ -220,11 +224,11 @@ class Checkpoints:
         return Along(notes, self._loader, before=lambda: self._check_alone(step), after=lambda: self._remove_old(step))
 
     def close(self) -> None:
-        """End the run: wait until the checkpoint that is being written is complete, no longer handle signals, and free
-        the memory of copies.
+        """End the run: wait until the current checkpoint is complete, stop handling signals, and free the memory of
+        copies.
 
-        Raises `CheckpointError` if it failed, and `Stopped` if a signal came after the last step: the program was asked
-        to end, and what comes after this run is not begun.
+        Raises `CheckpointError` if this checkpoint failed, and `Stopped` if a signal arrived after the last step, so
+        that the program ends instead of running the code that follows.
         """
         came = self._stopping.close()
         the(InFlight).finish()

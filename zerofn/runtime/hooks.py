@@ -26,9 +26,10 @@ def before_step() -> None:
 def register_step_pre_hook(hook: Callable[[], object]) -> RemovableHandle:
     """Call `hook()` before every compiled step of this process, and return a handle whose `remove()` ends that.
 
-    What it raises is raised in the step's place, with the state as it was. So a hook that raises `KeyboardInterrupt`
-    before the same step on every rank stops a loop where all of them can go on. As `torch.optim` has
-    `register_optimizer_step_pre_hook`. Raises `TypeError` for what cannot be called so.
+    If the hook raises, the step does not run, and the state is unchanged. So a hook that raises `KeyboardInterrupt`
+    before the same step on every rank stops a loop at a point where all ranks can continue. The counterpart in
+    `torch.optim` is `register_optimizer_step_pre_hook`. Raises `TypeError` if `hook` cannot be called without
+    arguments.
     """
     try:
         inspect.signature(hook).bind()

@@ -30,23 +30,22 @@ class _Chosen:
 class Fp8:
     """Which linear layers multiply in float8: `Precision(fp8=Fp8(where))`, or `precision="fp8"` for the default.
 
-    The default takes every linear layer whose two sizes are multiples of 16, except heads: layers with as many outputs
-    as the longest embedding table has rows, which is the size of the vocabulary. Logits need their bits.
+    The default selects every linear layer whose two sizes are multiples of 16, except heads: layers with as many
+    outputs as the longest embedding table has rows, the size of the vocabulary. Logits need more than 8 bits.
 
-    `where(name)` returns True or False, and replaces the default: it alone decides, about heads too. `shard` calls it
-    once for each matrix of the parameters, and the state keeps the answers: they do not change in training. A layer
-    that it takes must have sizes that are multiples of 16; for matrices that no linear layer multiplies by, the answer
-    has no effect on products.
+    `where(name)` returns True or False and replaces the default, also for heads. `shard` calls it once for each matrix
+    of the parameters, and the state stores the answers, which do not change during training. A selected layer must have
+    sizes that are multiples of 16. If no linear layer multiplies by a matrix, the answer has no effect on products.
 
-    Everything else computes in `Precision.compute`: other layers, attention, norms, embeddings and sums.
-    `step.lower(...).float8` says of each weight what was decided, and why.
+    Other layers, attention, norms, embeddings and sums compute in `Precision.compute`. `step.lower(...).float8` lists
+    for each weight whether its products are float8, and why.
 
-    `gather`: ranks send one another these weights in float8, too: e4m3 in blocks of 256 elements, each with a scale of
-    its own, about half of bfloat16's bytes. At every stage the step then computes with the weights as they arrive. It
-    needs `where`, and sends every matrix so that `where` takes and whose sizes are multiples of 16.
+    `gather`: these weights are also gathered in float8: e4m3 in blocks of 256 elements with one scale each, about half
+    of bfloat16's bytes. At every stage, the step then computes with the rounded weights. It needs `where`, and applies
+    to every matrix that `where` selects and whose sizes are multiples of 16.
 
-    Raises `TypeError` if `where` is no function of one argument, and in `shard` if it returns something else than True
-    or False; `ValueError` for `gather` without `where`.
+    Raises `TypeError` if `where` is not a function of one argument, and in `shard` if it does not return True or False;
+    `ValueError` for `gather` without `where`.
 
     >>> rule = Fp8(lambda name: "head" not in name)
     """

@@ -24,24 +24,25 @@ class Precision:
     """Dtypes of the stored parameter (the master), of computation, and of the reduction of gradients.
 
     `param=None` keeps each leaf's dtype, `compute=None` is the stored dtype, `reduce=None` is the compute dtype.
-    Gradients accumulate over microbatches in the reduce dtype. A float32 parameter with `compute=bfloat16` is
-    stored as a split master: its upper half is what is gathered and used, and both halves take 4 bytes.
+    Gradients accumulate over microbatches in the reduce dtype. A float32 parameter with `compute=bfloat16` is stored as
+    a split master: the upper half, a bfloat16, is gathered and used, and both halves need 4 bytes.
 
-    `wire`: in which form units travel between ranks, as of `zerofn.shard`. Masters and moments stay exact.
+    `wire`: the codec for parameters and gradients that ranks send, as for `zerofn.shard`. Masters and moments stay
+    exact.
 
-    - Parameters that ranks have shards of are computed with as they arrive, with "bf16" `p.bfloat16().float()`, also
-      this rank's own, and at stage 0, where none are sent.
-    - Each rank codes its gradients once, and the rank that has the shard adds them in float32, in rank order. With an
-      axis `replicate`, these sums are coded once more, and added along it.
-    - Sums that ranks then gather stay in float32: those of stage 0, and along `replicate` without hpz. So every stage
+    - Steps compute with the decoded values of sharded parameters, with "bf16" `p.bfloat16().float()`, also for a rank's
+      own shard, and at stage 0, where none are sent.
+    - Each rank encodes its gradients once, and the rank that holds the shard adds them in float32, in rank order. With
+      an axis `replicate`, these sums are encoded again, and added along it.
+    - Sums that ranks gather afterwards stay in float32: at stage 0, and along `replicate` without hpz. So every stage
       gives the same bits.
 
-    A map between ranks that rounds is differentiated as if it did not. On one rank nothing is sent, nor rounded.
+    Derivatives of transfers ignore the rounding. With one rank, nothing is sent or rounded.
 
-    `fp8`: which linear layers multiply in float8. They get what is computed in bfloat16, and return it.
+    `fp8`: which linear layers multiply in float8. Their inputs and outputs are bfloat16.
 
-    Raises `ValueError` for an unknown `wire`, one that gathers otherwise than `Fp8(gather=True)`, and for `fp8` with
-    another `compute` than bfloat16; `TypeError` for an `fp8` that is no `Fp8`.
+    Raises `ValueError` for an unknown `wire`, for a `wire` that contradicts `Fp8(gather=True)`, and for `fp8` without
+    `compute=torch.bfloat16`; `TypeError` if `fp8` is not an `Fp8`.
     """
 
     param: torch.dtype | None = None

@@ -63,37 +63,38 @@ def shard(
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
-    `state_or_init`: a pytree, or a function without arguments that returns one. A function is replayed leaf by
-    leaf, so that no rank ever holds more full parameters than one unit; the result is bit-equal to calling it with
-    the same seed. The first rank's seed counts: on every rank the function draws from torch's, Python's and NumPy's
-    global generators in their states there. A generator that was in another state gets its own state back afterwards;
+    `state_or_init`: a pytree, or a function without arguments that returns one. A function is replayed leaf by leaf, so
+    no rank ever holds more full parameters than one unit; the result has the same bits as a plain call with the same
+    seed. The first rank's seed counts: while the function runs, the global generators of torch, Python and NumPy have
+    the first rank's states on every rank. A generator that was in a different state gets its own state back afterwards;
     the others have advanced, as after a plain call.
 
-    The entry named `params` holds the parameters. Every other subtree with their structure and shapes is cut in the
-    same way. The rest is replicated; ints and floats become 0-d tensors. If the values of a pytree differ between
-    ranks, all take the first rank's, with a warning. What is cut is stored in row-major order: gathered parameters are
-    contiguous, also those that were in another memory format (`channels_last`). The result never aliases the input.
+    The entry named `params` holds the parameters. Every other subtree with the same structure and shapes is sharded in
+    the same way. All other leaves are replicated; ints and floats become 0-d tensors. If the values of a pytree differ
+    between ranks, all ranks use the first rank's, with a warning. Shards are stored in row-major order: gathered
+    parameters are contiguous, also if they had another memory format (`channels_last`). The result never aliases the
+    input.
 
-    `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with
-    `plan`, a table from `zerofn.plan`, takes its recommended stage, precision, offload, hpz and wire. `precision`:
-    None, "fp32", "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; a unit is gathered as one, and is
-    usually a layer. `device`: where shards are stored; by default where the parameters are. `offload`: None, "cpu",
-    "nvme" or an `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
+    `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with `plan`,
+    a table from `zerofn.plan`, uses the recommended stage, precision, offload, hpz and wire. `precision`: None, "fp32",
+    "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; the leaves of a unit, usually a layer, are gathered
+    together. `device`: where shards are stored; by default the parameters' device. `offload`: None, "cpu", "nvme" or an
+    `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
 
     `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
-    `data`. Units are cut over `data`, and every rank of `replicate` has the same shards, so that gathers stay among the
-    ranks of `data` (hybrid sharding). `hpz`: cut each shard once more over `replicate`, the optimizer's state with it,
-    and hold the uncut shard of the parameters as a copy in the compute dtype: gathers still stay among the ranks of
-    `data`, the state is cut over all (ZeRO++'s hpZ); for stage 3. `cuts`: leaf name -> how it is cut into slices over
-    `tensor`, as `zerofn.parallel.tensor` returns it.
+    `data`. Units are sharded over `data`, and all ranks along `replicate` have the same shards, so gathers use only the
+    links along `data` (hybrid sharding). `hpz`, for stage 3: shard parameters and optimizer state over `replicate` as
+    well, and also store each rank's shard along `data` as a copy in the compute dtype, from which units are gathered:
+    the state is sharded over all ranks, but gathers use only the links along `data` (ZeRO++'s hpZ). `cuts`: leaf name
+    -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
 
-    `wire`: in which form units travel between ranks: "bf16", "fp8", "int8", a `Wire` (also as text,
-    "gather=int4,reduce=int8"), or a dict from axis to these, `{"replicate": "int8"}`. Masters
-    stay exact; see `Wire` and `Precision`.
+    `wire`: the codec for parameters and gradients that ranks send: "bf16", "fp8", "int8", a `Wire` (also as text,
+    "gather=int4,reduce=int8"), or a dict from axis to these, `{"replicate": "int8"}`. Masters stay exact; see `Wire`
+    and `Precision`.
 
-    Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is no tensor or number, or an
-    unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if ranks disagree
-    about the layout, or a function computes something else on one of them: other numbers, files, or seeds inside it.
+    Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is not a tensor or number, or an
+    unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if the layout differs
+    between ranks, or if the function computes different values on them, by other numbers, files, or seeds inside it.
     Nothing is allocated before these checks.
     """
     asked = {"stage": stage, "precision": precision, "offload": offload, "hpz": hpz, "wire": wire}
@@ -253,12 +254,12 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Replay | No
 @checked("rank", "only")
 @outside_steps("zerofn.unshard", capturable=True)
 def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> Any:
-    """Return the full state: a plain tree in place of every `Sharded`, in the stored dtype.
+    """Return the full state: every `Sharded` becomes a plain tree, in the stored dtype.
 
-    Every rank gets it; with `rank`, only that one, and the others get None in place of each `Sharded`. `only`: a
-    predicate of leaf names; units without such a leaf are not gathered, and their leaves are None. All ranks must call
-    it. At most one unit is held in addition to the result, and where ranks have slices, three times its slices. Raises
-    `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
+    Every rank gets the result; with `rank`, only this rank gets it, and the others get None for each `Sharded`. `only`:
+    a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
+    call it. In addition to the result, at most one unit is in memory, or three times its slices if leaves are sliced.
+    Raises `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
     """
     check_whole(state, "unshard")
     found = [x.spec.mesh for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]

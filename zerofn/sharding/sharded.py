@@ -29,9 +29,9 @@ _NO_DICT = (
 class Sharded:
     """This rank's shards of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
 
-    `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. Anything that is
-    not elementwise goes through functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...).
-    Using one after a compiled step consumed it, or another one that holds the same shards, raises `RuntimeError`.
+    `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. For other operations, use
+    functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...). After a `Sharded` was donated to a
+    compiled step, using it, or another one with the same shards, raises `RuntimeError`.
     """
 
     __slots__ = ("__weakref__", "_copies", "_kept", "_lost", "_pending", "_storages", "spec")

@@ -26,32 +26,32 @@ NEAREST, STOCHASTIC = ROUNDINGS = ("nearest", "stochastic")
 @known_fields
 @dataclass(frozen=True)
 class Wire:
-    """In which form ranks send units: parameters where they are gathered, gradients where they are reduced.
+    """The codecs in which ranks send units: gathered parameters and reduced gradients.
 
-    `gather`: "bf16", "fp8", "int8", "int4" or None, which sends them as they are. `reduce`: the same, "int4" with
-    `feedback` alone.
+    `gather`: "bf16", "fp8", "int8", "int4", or None for uncompressed values. `reduce`: the same, but "int4" only with
+    `feedback`.
 
-    "bf16" is for what is float32. The others are codes for blocks of `block` elements (128, 256, 512, 1,024 or 2,048),
-    each with one scale, a bfloat16: 8 bits an element, or 4. "int8" and "int4" are integers between the largest
-    magnitudes of a block; "fp8" is float8 e4m3 times a power of two. A block with a NaN, an inf or a number above
-    1.49e38 ("int8": 1.69e38, "fp8": 2.97e38) arrives as NaN, and one of numbers below 1e-28 as zeros.
+    "bf16" rounds float32 values. The others encode blocks of `block` elements (128, 256, 512, 1,024 or 2,048) with 8 or
+    4 bits for each element, and one bfloat16 scale for each block. "int8" and "int4" are integers, scaled by the
+    largest magnitude of the block; "fp8" is float8 e4m3 times a power of two. A block with a NaN, an inf or a number
+    above 1.49e38 ("int8": 1.69e38, "fp8": 2.97e38) arrives as NaN, and a block of numbers below 1e-28 as zeros.
 
-    `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or the one
-    above, with probabilities by the distance, so that its expected value is the element (Gupta et al., ICML 2015). The
-    step's key draws, for each rank and microbatch anew: `TrainState.value_and_grad` has it, and `value_and_grad` takes
-    it as `rng`. Parameters, and what `scatter` and derivatives through `gather` send, which have no key, are rounded to
-    nearest.
+    `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or above it,
+    with probabilities such that the expected value is the element (Gupta et al., ICML 2015). Draws come from the step's
+    key, and differ between ranks and microbatches: `TrainState.value_and_grad` uses this key, and `value_and_grad` has
+    the argument `rng`. Parameters, and values sent by `scatter` and by derivatives through `gather`, which have no key,
+    are rounded to nearest.
 
-    `feedback`: what codes leave out of a gradient is added to the next one (Karimireddy et al., arXiv:1901.09847). A
-    `zerofn.TrainState` keeps it, 4 bytes a parameter on each rank at every stage, and gradients are added over ranks
+    `feedback`: the rounding error of a gradient is added to the next gradient (Karimireddy et al., arXiv:1901.09847). A
+    `zerofn.TrainState` stores it, 4 bytes for each parameter on each rank at every stage, and gradients are reduced
     once a step.
 
-    Leaves of fewer than `smallest` elements, such as norms and biases, travel as they are, and so do units of integers
-    or of float64.
+    Leaves of fewer than `smallest` elements, such as norms and biases, are sent uncompressed, and so are units of
+    integers or of float64.
 
-    Raises `ValueError` for an unknown form or rounding, a block of another size, stochastic rounding without a
-    reduction in blocks, and feedback without a reduction or with stochastic rounding; `TypeError` for what is no such
-    argument.
+    Raises `ValueError` for an unknown codec or rounding, another block size, stochastic rounding without a reduction in
+    blocks, and feedback without a codec for `reduce` or with stochastic rounding; `TypeError` for an argument of
+    another type.
 
     As text, in command lines and files, it is "gather=int8,reduce=fp8": `shard(wire="gather=int8,reduce=fp8")`.
 

@@ -17,13 +17,12 @@ def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int =
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
     `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the mesh that the
-    process has made, or else all ranks. Ranks along `replicate`, `data` and `expert` have rows of their own; those
-    along `context` and `tensor` have the same ones, in the same order. All have equally many: what is left over is
-    dropped. `shuffle`: whether each epoch has an order of its own, which follows from `seed` and from
-    `sampler.set_epoch(epoch)`.
+    process made before, or else all ranks. Ranks along `replicate`, `data` and `expert` get different rows; ranks along
+    `context` and `tensor` get the same rows, in the same order. All ranks get equally many rows, and remaining ones are
+    dropped. `shuffle`: whether rows are shuffled in each epoch, by `seed` and `sampler.set_epoch(epoch)`.
 
-    Raises `ValueError` for a dataset with fewer rows than ranks that have their own, and without `mesh` in a process
-    that has several meshes, in which ranks have other rows.
+    Raises `ValueError` if the dataset has fewer rows than ranks need, and, without `mesh`, if the process has several
+    meshes that would give this rank different rows.
 
     >>> list(sampler(range(4), shuffle=False))
     [0, 1, 2, 3]

@@ -42,13 +42,14 @@ _ANEW = (
 @known_fields
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer state and counters: everything that a step takes and returns.
+    """Parameters, optimizer state and counters: the first argument and the first result of a training step.
 
-    `step`: calls so far, int64 scalar. `skipped`: how many of them were skipped because of gradients that are not
-    finite, int64 scalar. `params`: `Sharded` or a plain tree. `opt_state`: the state of `tx`. `loss_scale`: None or
-    a loss scale. `rng`: the key of all random draws, int64 scalar. `extra`: any other state (buffers, a moving
-    average, the loader's position). `tx` and `frozen` are static: they are part of the treedef. `feedback`: None, or
-    what codes have left out of gradients, which `shard` adds for `zerofn.Wire(feedback=True)`.
+    `step`: number of calls of `apply_gradients`, int64 scalar. `skipped`: how many of them were skipped because of
+    non-finite gradients, int64 scalar. `params`: `Sharded` or a plain tree. `opt_state`: the state of `tx`.
+    `loss_scale`: None or a loss scale. `rng`: the key of all random draws, int64 scalar. `extra`: any other state
+    (buffers, a moving average, the loader's position). `tx` and `frozen` are static: they are part of the treedef.
+    `feedback`: None, or the rounding errors of gradients that were sent, which `shard` adds for
+    `zerofn.Wire(feedback=True)`.
     """
 
     step: Tensor
@@ -79,10 +80,10 @@ class TrainState:
         """Return a state at step 0.
 
         `params`: a tree of tensors; a number becomes a tensor, int64 or float64. `tx`: the optimizer. `loss_scale`:
-        None or a loss scale. `seed`: the first `rng`. `frozen(leaf name) -> bool`: which parameters have neither
-        gradient nor moments. An `nn.Parameter` with `requires_grad=False` and integers are frozen, too.
+        None or a loss scale. `seed`: the initial value of `rng`. `frozen(leaf name) -> bool`: which parameters have
+        neither gradients nor moments. An `nn.Parameter` with `requires_grad=False` and integers are frozen, too.
 
-        Raises `TypeError` if `tx` is no gradient transformation or `params` no tree of tensors, and
+        Raises `TypeError` if `tx` is not a gradient transformation or `params` is not a tree of tensors, and
         `ValueError` if `frozen` or a mask in `tx` selects no leaf.
         """
         if is_torchs(tx):
@@ -112,9 +113,9 @@ class TrainState:
     ) -> Callable[..., tuple[Any, Any]]:
         """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
 
-        It takes the state's parameters, loss scale, random key of this step (or `rng`, another one) and `frozen`. If
-        `tx` adds gradients over ranks itself, as `optim.onebit_adam` does from its freeze step on, `grads` are each
-        rank's own part of the mean: leaves [ranks, *shape], of which a rank has its entry.
+        It uses the state's parameters, loss scale, `frozen`, and the random key of this step (or another key, `rng`).
+        If `tx` averages gradients over ranks itself, as `optim.onebit_adam` does after its freeze step, `grads` are
+        each rank's own gradients: leaves [ranks, *shape], of which a rank holds its own entry.
         """
         _check_frozen(self.params, self.frozen)
         update: Update | None = getattr(self, "_update", None)
@@ -132,12 +133,12 @@ class TrainState:
     def apply_gradients(self, grads: Any, *, extra: Any = SAME, on_nonfinite: str = "skip") -> TrainState:
         """Return the next state: one update of the parameters and the optimizer state, unless it is skipped.
 
-        `grads`: unscaled, as `value_and_grad` returns them. `extra`: what `state.extra` becomes, or a function of the
-        new parameters that returns it; by default it stays. If `on_nonfinite` is "skip" and a gradient on any rank is
-        not finite, parameters, optimizer state and the floating-point leaves of `extra` stay unchanged, bit for bit,
-        and `skipped` counts the step; integers in `extra` advance. A dynamic loss scale adjusts to this finite check.
-        "ignore" always updates, without the check. Raises `ValueError` for another word, `TypeError` if `grads` is no
-        tree of gradients of the parameters.
+        `grads`: unscaled, as `value_and_grad` returns them. `extra`: the new `state.extra`, or a function of the new
+        parameters that returns it; by default it does not change. If `on_nonfinite` is "skip" and a gradient on any
+        rank is not finite, parameters, optimizer state and the floating-point leaves of `extra` stay unchanged, bit for
+        bit, and `skipped` counts the step; integers in `extra` advance. A dynamic loss scale adjusts by this finite
+        check. "ignore" always updates, without the check. Raises `ValueError` for another word, `TypeError` if `grads`
+        is not a tree of gradients of the parameters.
         """
         if on_nonfinite not in ("skip", "ignore"):
             raise ValueError(f"apply_gradients: on_nonfinite must be 'skip' or 'ignore', got {on_nonfinite!r}.")
@@ -184,8 +185,8 @@ class TrainState:
 
         For `extra` in a step with an update, see `apply_gradients(extra=)`.
 
-        Raises `ValueError` if the parameters are sharded, and `frozen` and they disagree about which are trained, or
-        the moments of a new `tx` are stored in another format than it asks for: `shard` decides both.
+        Raises `ValueError` for a sharded state if a new `frozen` changes which parameters are trained, or if a new `tx`
+        needs another format of moments. Both need another `shard`.
         """
         if not isinstance(changes.get("tx", self.tx), GradientTransformation):
             raise TypeError(f"TrainState.replace: tx must be a GradientTransformation, got {told(changes['tx'])}.")

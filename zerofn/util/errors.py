@@ -87,7 +87,7 @@ class DiskError(OSError):
 
 
 class CaptureError(RuntimeError):
-    """The step cannot be captured. The message says which line is at fault, why, and what to write instead."""
+    """The step cannot be captured. The message says which line is the cause, why, and what to write instead."""
 
 
 class CheckpointError(RuntimeError):
