@@ -74,12 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     two = commands.add_parser("profile", help="measure this machine, for plans")
     two.add_argument("file", type=Path)
-    two.add_argument(
-        "--ranks",
-        type=int,
-        default=1,
-        help="number of processes that measure at the same time, as ranks of a training do (1)",
-    )
+    two.add_argument("--ranks", type=int, default=1, help="processes that measure at the same time, as ranks do (1)")
     two.add_argument("--folder", type=Path, help="a folder on the drive for offloaded state, to measure the drive too")
     two.set_defaults(run=_profile)
     three = commands.add_parser(
@@ -96,13 +91,11 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="check and measure this machine",
         description="Prints versions, processors, GPUs and limits, measures memory, kernels, drives and links, and "
-        "trains a small model on all devices for ten seconds. A line with ! names a problem, its cost, and "
-        "what to type. Takes half a minute.",
+        "trains for ten seconds on all devices. A line with ! names a problem, its cost, and what to type. "
+        "Takes half a minute.",
     )
     four.add_argument(
-        "--ranks",
-        type=int,
-        help="number of ranks of the training (one for each GPU, or without GPUs for each processor; at most 8)",
+        "--ranks", type=int, help="ranks of the training (one for each GPU, else for each processor; at most 8)"
     )
     four.add_argument("--folder", type=Path, help="a folder on a drive, to measure the drive too")
     four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
@@ -116,29 +109,22 @@ def _add_plan(commands: Any) -> None:
         "plan",
         help="plan memory and time of a script's training step on a cluster",
         description="Runs SCRIPT unchanged up to the first call of the compiled step FUNCTION (or of any compiled "
-        "step), without memory for its state, and plans that step. Arguments of your script come last, "
-        "after --. Or plans the training of a Hugging Face config.json with AdamW, on rows of --context "
-        "tokens. Exits with 1 if nothing fits.",
+        "step), without memory for its state, and plans it. Arguments of your script come last, after --. "
+        "Or plans the training of a Hugging Face config.json with AdamW, on rows of --context tokens. "
+        "Exits with 1 if nothing fits.",
     )
     one.add_argument("script", metavar="SCRIPT[:FUNCTION] | config.json")
     one.add_argument("--context", type=int, help="number of tokens of a row, for a config.json")
+    one.add_argument("--microbatches", type=int, help="microbatches of a rank's rows, for a config.json (1)")
     one.add_argument(
-        "--microbatches",
-        type=int,
-        help="number of microbatches of a rank's rows, for a config.json: zerofn.accumulate (1)",
-    )
-    one.add_argument(
-        "--capacity", type=float, help="capacity of an expert, for a config.json: a factor (none: drop no tokens)"
+        "--capacity", type=float, help="capacity factor, for a config.json with experts (none: drop no tokens)"
     )
     one.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="sequence parallelism along tensor, for a config.json: between sliced layers each rank has a part of the "
-        "tokens (if the model supports it)",
+        help="along tensor, for a config.json: each rank has a part of the tokens between sliced layers",
     )
-    one.add_argument(
-        "--world", type=int, help="number of ranks (all ranks of --machine, if it names a number of nodes; else 8)"
-    )
+    one.add_argument("--world", type=int, help="number of ranks (of all nodes, if --machine names several; else 8)")
     one.add_argument(
         "--mesh",
         help="the ranks as a grid, such as data=4,tensor=2; auto plans all meshes that may be the fastest, and names "
@@ -159,9 +145,7 @@ def _add_plan(commands: Any) -> None:
     one.add_argument(
         "--wire", nargs="+", help="wire codecs: none, bf16, fp8, int8, gather=int4,reduce=int8 (default: the script's)"
     )
-    one.add_argument(
-        "--remat", nargs="+", help="none, auto, full, budget (default: more recomputation if a plan does not fit)"
-    )
+    one.add_argument("--remat", nargs="+", help="none, auto, full, budget (default: more if a plan does not fit)")
     one.add_argument("--rows", type=int, nargs="+", help="number of rows of a rank's batch (default: the script's)")
     one.add_argument("--memory", help="memory of a device, such as 24GiB, instead of the machine's")
     one.add_argument("--picture", type=Path, help="draw the plan to this file, such as plan.png")
@@ -177,12 +161,8 @@ def _add_launch(commands: Any) -> None:
         "srun in a SLURM allocation. Arguments after SCRIPT belong to the script.",
     )
     one.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module's name")
-    one.add_argument(
-        "--ranks", type=int, help="number of ranks on each machine (one for each slot or GPU; 1 without GPUs)"
-    )
-    one.add_argument(
-        "-H", "--hostfile", help="a file of lines such as 'worker-1 slots=8' (/job/hostfile, if it exists)"
-    )
+    one.add_argument("--ranks", type=int, help="ranks on each machine (one for each slot or GPU; 1 without GPUs)")
+    one.add_argument("-H", "--hostfile", help="file of lines such as 'worker-1 slots=8' (/job/hostfile, if it exists)")
     one.add_argument("-i", "--include", help="machines and slots to use, such as worker-1@worker-2:0,2")
     one.add_argument("-e", "--exclude", help="machines and slots not to use, such as worker-2:1")
     one.add_argument("--max-restarts", type=int, default=0, help="how often failed ranks are started again (0)")
@@ -199,18 +179,14 @@ def _add_checkpoints(commands: Any) -> None:
     inspect = commands.add_parser("inspect", help="describe a checkpoint: time, versions, sizes, ranks, tiers")
     inspect.add_argument("path")
     inspect.set_defaults(run=_inspect)
-    verify = commands.add_parser(
-        "verify", help="read every byte of a checkpoint; exits with 1 if a byte differs from the saved one"
-    )
+    verify = commands.add_parser("verify", help="read every byte of a checkpoint; exits with 1 if one has changed")
     verify.add_argument("path")
     verify.set_defaults(run=_verify)
     diff = commands.add_parser("diff", help="list leaves that differ between two checkpoints; exits with 1 if any do")
     diff.add_argument("one")
     diff.add_argument("other")
     diff.set_defaults(run=_diff)
-    convert = commands.add_parser(
-        "convert", help="write a checkpoint's leaves as plain safetensors, like zerofn.export"
-    )
+    convert = commands.add_parser("convert", help="write a checkpoint as plain safetensors, like zerofn.export")
     convert.add_argument("path")
     convert.add_argument("out", type=Path, help="a file that ends in .safetensors, or a folder")
     convert.add_argument("--part", help='the part to write, such as params.encoder; "" for all (params)')
@@ -415,7 +391,7 @@ def _profile(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         command += ["-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
         if subprocess.run(command).returncode:
-            raise ValueError(f"the {args.ranks} measuring ranks did not finish. Their errors are above.")
+            raise ValueError(f"the {args.ranks} measuring ranks failed; see above.")
         return 0
     machine = this_machine(args.folder)
     if os.environ.get("RANK", "0") == "0":

@@ -80,22 +80,22 @@ def compile(
 ) -> CompiledStep:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
-    The step is captured at its first call, and again for every new signature (structure, shapes, dtypes, ints and
-    floats of the batch) and after a change to a value that it closes over (see `guards`); each capture writes one log
-    line. With `donate`, the new state is written into the old state's memory, and using the old state afterwards raises
-    `RuntimeError`. A step that does not return `(state, aux)` is an evaluation, and may not create a `TrainState`.
-    State that is not sharded and that each rank computes from its own rows, such as batch-norm statistics, is averaged
-    over ranks if it is floating-point; with `broadcast_buffers`, all ranks take rank 0's values, of any dtype, as under
-    DDP. A value that differs between ranks may change a shard only after it is reduced over ranks or declared equal
-    (`zerofn.same`). Eager calls do not compare ranks.
+    The step is captured at its first call, for every new signature (structure, shapes, dtypes, ints and floats of the
+    batch) and after a change to a value that it closes over (see `guards`), with one log line each. With `donate`, the
+    new state is written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step that
+    does not return `(state, aux)` is an evaluation, and may not create a `TrainState`. State that is not sharded and
+    that each rank computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is
+    floating-point; with `broadcast_buffers`, all ranks take rank 0's values, of any dtype, as under DDP. A value that
+    differs between ranks may change a shard only after a reduction, or if declared equal (`zerofn.same`). Eager calls
+    do not compare ranks.
 
     `memory`: bytes of device memory that a step may use on a rank, or a text such as "24GiB". It counts state and
     values, not the workspace of operations. To stay below it, ZeroFn drops gathered units and gathers them again,
-    recomputes or offloads activations, and tiles logits; on hosts the result has the same bits. It also limits torch's
+    recomputes or offloads activations, and tiles logits; on hosts results have the same bits. It also limits torch's
     CUDA allocator, plus an eighth (at least 1 GiB) for workspace, until a step without `memory` runs. `remat`: "full"
-    recomputes every activation that does not cross from one unit's part of the model to the next; "auto" recomputes the
-    cheapest ones, until saved activations take at most half of the memory. `machine`: the cost model for scheduling
-    transfers and choosing what to recompute; pass the same as to `zerofn.plan`. None is a typical machine.
+    recomputes every activation that does not cross from one unit's part of the model to the next; "auto" the cheapest
+    ones, until saved ones take half of the memory. `machine`: the cost model for scheduling transfers and
+    recomputation; pass the same as to `zerofn.plan`. None is a typical machine.
 
     `backend`: "eager" runs operation by operation; "inductor" compiles the operations between matrix products and
     transfers, with results that are equal up to rounding, and the same at all stages; "auto" does this when it saves
@@ -103,10 +103,9 @@ def compile(
     own passes, `[zerofn.Pass(mine)]`, which run before "donate"; or a function from the list of all passes to the list
     to run (`zerofn.passes.before`). Each added pass is checked.
 
-    `watch`: values that the step depends on and that ZeroFn does not watch by itself (`docs/sharp_bits.md`): objects,
-    and functions without arguments, whose results are compared at every call. `deterministic`: on devices, as on the
-    host, sum in rank order and use deterministic kernels, or raise. `schedule`: the schedule of a pipeline; see
-    `parallel.pipe`.
+    `watch`: further values that the step depends on (`docs/sharp_bits.md`): objects, and functions without arguments,
+    whose results are compared at every call. `deterministic`: on devices, as on the host, sum in rank order and use
+    deterministic kernels, or raise. `schedule`: of a pipeline; see `parallel.pipe`.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -118,9 +117,9 @@ def compile(
     >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
     tensor([0.8412, 0.8412])
 
-    Raises at the first call, on every rank: `CaptureError` for a step that is not a pure function, `MemoryError` if no
-    schedule needs as little as `memory`, and `passes.PassError` if an added pass returns a graph that is invalid,
-    impure, or has other inputs or results. Raises immediately: `ValueError` for unknown or contradicting options.
+    Raises at the first call, on every rank: `CaptureError` if the step is not a pure function, `MemoryError` if no
+    schedule needs so little as `memory`, and `passes.PassError` if an added pass makes a graph that is invalid, impure,
+    or of other inputs or results. Raises at once: `ValueError` for unknown or contradicting options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
     given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch, schedule)

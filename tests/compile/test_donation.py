@@ -40,7 +40,7 @@ def test_a_donated_plain_state_says_so():
 
     call, state = zerofn.compile(step), {"params": torch.ones(32)}
     new, _ = call(state, batch_of())
-    with pytest.raises(RuntimeError, match="given to step"):
+    with pytest.raises(RuntimeError, match="donated to step"):
         call(state, batch_of())
     assert torch.equal(call(new, batch_of())[0]["params"], torch.full((32,), 4.0))
 

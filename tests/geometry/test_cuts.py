@@ -19,7 +19,7 @@ def test_equal_slices():
 
 def test_heads_stay_whole():
     assert equal("tensor", 0, 12, 2, unit=4).slices == (((0, 8),), ((8, 12),))
-    with pytest.raises(ValueError, match="10 is no multiple of 4"):
+    with pytest.raises(ValueError, match="10 is not a multiple of 4"):
         equal("tensor", 0, 10, 2, unit=4)
 
 

@@ -149,7 +149,7 @@ def test_one_buffer_per_dtype_and_per_trainable():
 
 def test_complex_leaves_are_frozen_or_refused():
     params = {"h": [{"w": z(3), "phase": z(3, dtype=torch.complex64)}]}
-    with pytest.raises(TypeError, match=r"parameter 'h.0.phase' is complex64.*view_as_real.*or freeze it"):
+    with pytest.raises(TypeError, match=r"parameter 'h.0.phase' is complex64.*view_as_real.*or freeze the parameter"):
         make_layout(params, 2)
     layout = make_layout(params, 2, trainable=lambda name: name != "h.0.phase")
     assert {(u.dtype, u.trainable) for u in layout.units} == {(torch.complex64, False), (torch.float32, True)}
@@ -254,7 +254,7 @@ def test_parts_that_cannot_be_cut_out():
     layout = make_layout({"a.w": z(4), "b.w": z(4)}, 2)
     with pytest.raises(KeyError, match=r"unit 'a' also holds 'b.w'.*unit=lambda"):
         layout.subset("a")
-    with pytest.raises(KeyError, match=r"no leaf lies under 'c'; the units are \['a'\]"):
+    with pytest.raises(KeyError, match=r"no leaf is named 'c' or below it; the units are \['a'\]"):
         layout.subset("c")
 
 

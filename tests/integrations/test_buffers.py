@@ -112,7 +112,7 @@ def test_a_step_makes_no_buffers(name):
     """What it would leave in the module has no value."""
     module = Holds(lambda m: None, MADE[name])
     values = dict((*module.named_parameters(), *module.named_buffers()))
-    with pytest.raises(ValueError, match=rf"the step makes '{name}'.*register_buffer\(\"{name.split('.')[-1]}\""):
+    with pytest.raises(ValueError, match=rf"the step creates '{name}'.*register_buffer\(\"{name.split('.')[-1]}\""):
         call_with(module, values, (torch.ones(1, 2),))
     assert dict((*module.named_parameters(), *module.named_buffers())).keys() == values.keys()
 

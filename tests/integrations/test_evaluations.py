@@ -91,7 +91,9 @@ class Refuses(Evaluated):
 
 
 def test_data_of_another_dtype_is_refused_in_an_evaluation():
-    with pytest.raises(ValueError, match=r"which is torch.float32 of shape \(1, 4\), data that is torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"assigns data of torch.float16 and shape \(1, 4\) to a parameter of torch.float32"
+    ):
         trainer_of(ZeroFnStrategy()).validate(Refuses(), torch.utils.data.DataLoader(torch.ones(2, 4)), verbose=False)
 
 

@@ -316,7 +316,10 @@ def manual(self):
 
 WRONG = {
     "manual": (refused("Manual", None, __init__=manual), "manual optimization calls backward itself"),
-    "hook": (refused("Hook", None, on_after_backward=lambda self: None), "on_after_backward: gradients exist inside"),
+    "hook": (
+        refused("Hook", None, on_after_backward=lambda self: None),
+        "on_after_backward would not be called: gradients exist inside",
+    ),
     "number": (refused("Number", lambda self, batch, k: self.log("a", 1.0)), "got a number in training_step"),
     "none": (refused("Nothing", lambda self, batch, k: None), "returned None, which skips a batch"),
     "rates": (
@@ -344,7 +347,7 @@ def test_what_has_no_counterpart_is_a_sentence(name):
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"precision": "64-true"}, "precision='64-true' is not known; expected one of 32-true, bf16-mixed, 16-mixed"),
+        ({"precision": "64-true"}, "precision='64-true' is not known; expected 32-true, bf16-mixed, 16-mixed"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True. is not supported"),
         ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of this plugin would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),

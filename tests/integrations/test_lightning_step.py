@@ -185,8 +185,8 @@ class WithMean(Module):
     "body, sentence",
     [
         (as_loss, "computes with the result of the metric MeanMetric"),
-        (stops, "sets self.trainer.should_stop, and is captured"),
-        (reads_rates, "reads self.trainer.optimizers, and is captured"),
+        (stops, "sets self.trainer.should_stop, but is captured"),
+        (reads_rates, "reads self.trainer.optimizers, but is captured"),
         (counts, "reads self.count and changes it"),
     ],
 )

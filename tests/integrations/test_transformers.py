@@ -471,7 +471,7 @@ def test_a_deepspeed_configuration(tmp_path):
     bare = {"type": "AdamW", "params": {"lr": "auto"}}  # the rest is DeepSpeed's own
     args = TrainingArguments(**options(tmp_path, deepspeed={**DEEPSPEED, "optimizer": bare}, adam_beta2=0.9))
     assert (args.learning_rate, args.weight_decay, args.adam_beta2) == (1e-2, 0.0, 0.999)
-    with pytest.raises(ValueError, match=r"says gradient_clipping=0.5, and the arguments say 1.0"):
+    with pytest.raises(ValueError, match=r"has gradient_clipping=0.5, but the arguments have 1.0"):
         TrainingArguments(**options(tmp_path, deepspeed={**DEEPSPEED, "gradient_clipping": 0.5}))
     with pytest.raises(ValueError, match="says stage 2, and stage=1 is given"):
         TrainingArguments(**options(tmp_path, deepspeed=DEEPSPEED, stage=1))
@@ -527,8 +527,8 @@ def test_transformers_own_words_choose_the_stage_and_recomputation(tmp_path, giv
     [
         ({"torch_compile": True}, "torch_compile has no effect"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size has no effect"),
-        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of is 0, and must be a positive integer"),
-        ({"pad_to_multiple_of": 1.5}, "pad_to_multiple_of is 1.5, and must be a positive integer"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of must be a positive integer, got 0"),
+        ({"pad_to_multiple_of": 1.5}, "pad_to_multiple_of must be a positive integer, got 1.5"),
     ],
 )
 def test_what_has_no_counterpart_is_a_sentence(tmp_path, given, sentence):
@@ -541,7 +541,7 @@ def test_mistakes_of_trainer_are_sentences(tmp_path):
         Trainer(build(), transformers.TrainingArguments(**options(tmp_path)))
     with pytest.raises(ValueError, match="Import Trainer from zerofn"):
         transformers.Trainer(build(), TrainingArguments(**options(tmp_path)))
-    with pytest.raises(ValueError, match="pass model_init"):
+    with pytest.raises(ValueError, match="Pass model_init"):
         Trainer(zerofn.skeleton(build), TrainingArguments(**options(tmp_path)), train_dataset=rows())
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(ValueError, match="has no folder 'zerofn'"):

@@ -290,7 +290,9 @@ def test_a_buffer_is_written_where_a_number_of_the_modules_says(tmp_path):
 
 
 def test_a_number_that_microbatches_read_and_change_is_a_sentence(tmp_path):
-    with pytest.raises(zerofn.CaptureError, match="reads self.model.at and changes it. It is captured once for the 2"):
+    with pytest.raises(
+        zerofn.CaptureError, match="reads self.model.at and changes it. The method is captured once for the 2"
+    ):
         queued(ours, tmp_path, parts=2)
 
 

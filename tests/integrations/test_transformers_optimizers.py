@@ -197,7 +197,7 @@ class WithCallback(ours.Trainer):
         (NoStep, r"an update is due, but super\(\).training_step was not called"),
         (OwnOptimizer, "test_transformers_optimizers.Own has no counterpart.*AdamW"),
         (NoOptimizer, "NoOptimizer.create_optimizer set self.optimizer to NoneType"),
-        (UsedOptimizer, "UsedOptimizer.create_optimizer: the optimizer has a state of 20 parameters"),
+        (UsedOptimizer, "UsedOptimizer.create_optimizer: the optimizer already has state for 20 parameters"),
     ],
 )
 def test_steps_that_do_not_count_are_refused(tmp_path, kind, sentence):

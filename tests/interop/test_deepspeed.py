@@ -73,7 +73,10 @@ def test_the_configuration_that_most_begin_with():
 
 
 def test_auto_that_nobody_fills_is_an_error():
-    with pytest.raises(ValueError, match='pass auto={"fp16.enabled": ..., "bf16.enabled": ..., "optimizer.params.lr"'):
+    with pytest.raises(
+        ValueError,
+        match='Pass the values that they stand for: auto={"fp16.enabled": ..., "bf16.enabled": ..., "optimizer.params.lr"',
+    ):
         from_deepspeed(LARGE)
 
 
@@ -178,7 +181,7 @@ def test_any_two_give_the_third(given, world, found):
         ),
         ({"train_batch_size": 0}, "train_batch_size: expected a whole number of 1 or more, got 0"),
         ({"train_batch_size": 2.5}, "train_batch_size: expected a whole number, got 2.5"),
-        ({"gradient_clip": 1.0}, "'gradient_clip' is no key.*did you mean 'gradient_clipping'"),
+        ({"gradient_clip": 1.0}, "'gradient_clip' is not a key.*did you mean 'gradient_clipping'"),
         ({"zero_optimization": {"stage": 3, "stage3_prefetch_size": 1}}, "did you mean 'zero_optimization.stage3_pre"),
         ({"zero_optimization": {"stage": 4}}, "stage: expected 0, 1, 2 or 3, got 4"),
         ({"zero_optimization": []}, r"zero_optimization: expected a JSON object, \{...\}, got \[\]"),
@@ -187,14 +190,14 @@ def test_any_two_give_the_third(given, world, found):
         ({"communication_data_type": "int8"}, "communication_data_type: expected one of fp32, .*got 'int8'"),
         (
             {"communication_data_type": "fp16", "data_types": {"grad_accum_dtype": "fp32"}},
-            "communication_data_type=torch.float16 and data_types.grad_accum_dtype=torch.float32.*make the two equal",
+            "communication_data_type=torch.float16 and data_types.grad_accum_dtype=torch.float32.*Make the two equal",
         ),
         ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op='sum' has no counterpart.*multiply the loss"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "zero_quantized_weights=True has no"),
-        ({"sparse_attention": {"mode": "fixed", "enabled": True}}, "'sparse_attention.enabled' is no key"),
+        ({"sparse_attention": {"mode": "fixed", "enabled": True}}, "'sparse_attention.enabled' is not a key"),
         ({"sparse_attention": {"mode": "strided"}}, "sparse_attention.mode: expected one of fixed, dense"),
         ({"sparse_attention": {"num_random_blocks": 1}}, "num_random_blocks has no effect with mode 'fixed'"),
-        ({"sparse_attention": {"num_local_blocks": 0}}, "num_local_blocks=0 is too few"),
+        ({"sparse_attention": {"num_local_blocks": 0}}, "num_local_blocks=0 is too small"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "mics_shard_size=8 has no counterpart"),
         ({"torch_autocast": {"enabled": True}}, "Write torch.autocast inside your loss function"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "ratio has no effect without"),

@@ -161,7 +161,7 @@ def test_files_that_are_missing_damaged_or_of_another_model(tmp_path):
         zerofn.load_deepspeed(path, like=like(3))
     path = unpacked("stage2-fp32", tmp_path / "b")
     (path / "last" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(zerofn.CheckpointError, match=r"files of 1 ranks, and was saved by \[2, 2\]"):
+    with pytest.raises(zerofn.CheckpointError, match=r"files of 1 ranks, but was saved by \[2, 2\]"):
         zerofn.load_deepspeed(path, like=like(3))
     path = unpacked("stage2-fp32", tmp_path / "c")
     file = path / "last" / "mp_rank_00_model_states.pt"

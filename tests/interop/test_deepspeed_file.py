@@ -45,7 +45,7 @@ def test_auto_is_filled_by_key_or_last_word():
 def test_values_that_nobody_reads_are_errors():
     with pytest.raises(ValueError, match="'lr': ...} has no effect: the configuration has no key of that name"):
         filled({"train_batch_size": "auto"}, {"lr": 1e-3})
-    with pytest.raises(ValueError, match="gradient_clipping is 1.0 in the configuration and 0.5 in auto="):
+    with pytest.raises(ValueError, match="gradient_clipping is 1.0 in the configuration, but 0.5 in auto="):
         filled({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5})
 
 
@@ -136,5 +136,5 @@ def test_a_block_is_an_object(key, value):
     ],
 )
 def test_an_unknown_key_is_told_with_the_nearest_in_every_block(key, meant):
-    with pytest.raises(ValueError, match=rf"{key!r} is no key of DeepSpeed's configuration; did you mean '{meant}"):
+    with pytest.raises(ValueError, match=rf"{key!r} is not a key of DeepSpeed's configuration; did you mean '{meant}"):
         check_keys(nested(key, 3))

@@ -116,7 +116,7 @@ def test_codes_that_a_schedule_never_comes_to_are_told():
         ("ZeroOneAdam", {"freeze_step": 3}, "freeze_step is not known; did you mean 'var_freeze_step'"),
         ("Muon", {}, "optim.muon"),
         ("Lamb", {}, "optim.lamb"),
-        ("Rprop", {}, "'Rprop' has no counterpart; there are Adam, AdamW"),
+        ("Rprop", {}, "'Rprop' has no counterpart; the known types are Adam, AdamW"),
         ("AdamW", {"amsgrad": True}, "amsgrad=True: amsgrad has no counterpart"),
         ("AdamW", {"beta": 0.9}, "params.beta is not known; did you mean 'betas'"),
         ("AdamW", {"betas": 0.9}, "betas: expected two numbers from 0 to 1, got 0.9"),

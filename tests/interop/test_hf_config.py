@@ -49,9 +49,9 @@ def test_the_step_is_one_that_trains(tmp_path):
     [
         ({"hidden_size": 3}, 'it has no "model_type"'),
         ([1], 'it has no "model_type"'),
-        ({"model_type": "nonesuch"}, "knows no model_type 'nonesuch'"),
+        ({"model_type": "nonesuch"}, "does not know model_type 'nonesuch'"),
         ({"model_type": "vit"}, "no language model of type 'vit'"),
-        ({"model_type": "gpt2", "n_positions": 8}, "--context 16: GPT2LMHeadModel of this config has 8 positions"),
+        ({"model_type": "gpt2", "n_positions": 8}, "--context 16: GPT2LMHeadModel of this config has only 8 positions"),
     ],
 )
 def test_what_is_no_config_is_a_sentence(tmp_path, config, message):
@@ -74,7 +74,7 @@ def test_a_model_is_cut_by_its_own_plan(tmp_path):
     assert step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2})).cuts is None
     cuts = step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2, "tensor": 2})).cuts
     assert {x.axis for x in cuts.values()} == {"tensor"} and "model.layers.1.mlp.down_proj.weight" in cuts
-    refused = {"tensor": "4 heads of attention, which 3 ranks", "context": "cannot share sequences of 16 tokens"}
+    refused = {"tensor": "4 attention heads, which 3 ranks", "context": "cannot share sequences of 16 tokens"}
     for axis, said in refused.items():
         with pytest.raises(ValueError, match=said):
             step_of(path, 16, mesh=zerofn.Mesh.planned({axis: 3}))

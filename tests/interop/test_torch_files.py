@@ -31,7 +31,7 @@ def test_compressed_records_take_no_memory(tmp_path):
             for _ in range(200):
                 record.write(bytes(1 << 20))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(zerofn.CheckpointError, match=r"'archive/data.pkl' in it is compressed, to .* of 209,715,200"):
+    with pytest.raises(zerofn.CheckpointError, match=r"its entry 'archive/data.pkl' is compressed, .* for 209,715,200"):
         check_file(file, "load")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
 
@@ -44,7 +44,7 @@ def test_records_that_are_larger_than_their_file():
     directory = data.index(b"PK\1\2")
     large = (1 << 30).to_bytes(4, "little") * 2  # of its size as it is stored, and as it is
     data = data[: directory + 20] + large + data[directory + 28 :]
-    with pytest.raises(zerofn.CheckpointError, match="its records say that they have 1,073,741,824 bytes"):
+    with pytest.raises(zerofn.CheckpointError, match="its records claim 1,073,741,824 bytes"):
         check_size(io.BytesIO(data), len(data), "a file")
 
 

@@ -220,5 +220,5 @@ def test_a_save_inside_a_running_step_is_refused(tmp_path):
 
     region = zerofn.eager_region(saves, like=lambda x: x.new_empty(x.shape))
     step = zerofn.compile(lambda state, x: region(x).sum())
-    with pytest.raises(RuntimeError, match="zerofn.save is called while the step <lambda> runs in the same thread"):
+    with pytest.raises(RuntimeError, match="zerofn.save was called while the step <lambda> runs in the same thread"):
         step(state, torch.ones(2))

@@ -288,7 +288,7 @@ def test_without_ranks_cells_run_here(none):
     [
         ("%ranks 0", r"%ranks 0: expected 1 or more"),
         ("%ranks -3", r"%ranks -3: expected 1 or more"),
-        ("%ranks all", r"%ranks all: write %ranks N for N ranks"),
+        ("%ranks all", r"%ranks all: write %ranks N to start N ranks"),
         ("%ranks restart", r"no ranks run. Write %ranks N"),
         ("%ranks output 3", r"no ranks run"),
         ("%autoranks maybe", r"write %autoranks, %autoranks on or %autoranks off"),

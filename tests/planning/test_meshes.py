@@ -405,7 +405,7 @@ def test_bad_input(options, said):
 def test_what_auto_needs_is_told():
     with pytest.raises(TypeError, match="function of a mesh that returns"):
         zerofn.plan(lambda mesh: step_on(mesh)[0], init_state, batch_of(), mesh="auto", machine=HERE)
-    with pytest.raises(ValueError, match="size of -1, which needs the number of ranks"):
+    with pytest.raises(ValueError, match="size of -1. Write the number of ranks"):
         Mesh.planned({"data": -1})
 
 

@@ -217,7 +217,7 @@ def test_a_run_stops_and_saves_when_its_time_is_over(tmp_path, monkeypatch):
         ({"keep": 0}, "keep must be a number"),
         ({"keep_best": "loss"}, "keep_best must be a metric and 'min' or 'max'"),
         ({"keep_best": ("loss", "min"), "keep": None}, "keep_best has no effect"),
-        ({"loader": [1]}, r"a list has not. torchdata's StatefulDataLoader has"),
+        ({"loader": [1]}, r"a list does not. Use torchdata's StatefulDataLoader"),
         ({"time_limit": 0}, "seconds above 0"),
     ],
 )

@@ -72,7 +72,7 @@ def test_a_signal_after_the_last_step_stops_as_the_run_is_closed(tmp_path, caplo
     checkpoints.after_step({"w": torch.zeros(3)})
     signal.raise_signal(TERM)
     with pytest.raises(
-        Stopped, match=r"stopped as the run was closed, because of SIGTERM, after step 1.* \[1\]"
+        Stopped, match=r"stopped when the run was closed, because of SIGTERM, after step 1.* \[1\]"
     ) as caught:
         checkpoints.close()
     assert caught.value.code == 75 and str(caught.value) in caplog.text

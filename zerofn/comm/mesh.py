@@ -72,16 +72,10 @@ class Mesh:
     def make(**sizes: int) -> Mesh:
         """Return the grid of all ranks of the job with these axes, in this order. Makes the process group if needed.
 
-        What differs between ranks along each axis:
-
-        - `pipe`: the stages of the model (`zerofn.parallel.pipe`)
-        - `replicate`: the rows; shards are the same
-        - `data`: the rows, and the shards of each unit
-        - `expert`: the rows, the experts (`zerofn.moe.cuts`), and the shards of all other leaves
-        - `context`: the tokens of the same rows (`zerofn.parallel.split_sequence`), and the shards of each unit
-        - `tensor`: the slices of layers (`zerofn.parallel.tensor`); rows and tokens are the same
-
-        An axis that is not named has size 1. One size may be -1, for all remaining ranks.
+        Ranks differ along `pipe` in their stage of the model (`zerofn.parallel.pipe`); along `replicate` in their rows;
+        along `data` in rows and shards; along `expert` in rows, experts (`zerofn.moe.cuts`) and shards of other leaves;
+        along `context` in tokens of the same rows (`zerofn.parallel.split_sequence`) and shards; along `tensor` in
+        slices of layers (`zerofn.parallel.tensor`). Other axes have size 1. One size may be -1, for all other ranks.
 
         As in `DeviceMesh`, ranks that differ only along the last axis are neighbours. So put the axis that sends most
         last: its ranks are then on one machine.
@@ -103,17 +97,13 @@ class Mesh:
     def planned(sizes: Mapping[str, int], num_ranks: int | None = None) -> Mesh:
         """Return the grid of a machine that need not exist, as its rank 0 sees it, for `zerofn.plan`.
 
-        `sizes`, axes: as for `make`. `num_ranks`: number of ranks, needed for a size of -1. Raises the errors of
-        `make`.
+        `sizes`, axes: as for `make`. `num_ranks`: needed for a size of -1. Raises the errors of `make`.
 
         >>> Mesh.planned({"data": 4, "tensor": 2})
         Mesh(data: rank 0 of 4, tensor: rank 0 of 2)
         """
         if num_ranks is None and -1 in sizes.values():
-            raise ValueError(
-                f"Mesh.planned: {dict(sizes)} has a size of -1, which needs the number of ranks. Write "
-                "num_ranks=8, for example."
-            )
+            raise ValueError(f"Mesh.planned: {dict(sizes)} has a size of -1. Write the number of ranks: num_ranks=8.")
         known = math.prod(x for x in sizes.values() if isinstance(x, int)) if num_ranks is None else num_ranks
         shape = resolved(sizes, known, "Mesh.planned")
         return Mesh(tuple(Axis(name, size, 0, _fake(name)) for name, size in zip(sizes, shape, strict=True)))
@@ -323,20 +313,16 @@ def resolved(sizes: Mapping[str, int], num_ranks: int, what: str = "Mesh.make") 
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise TypeError(f"{what}: axis {name!r} does not exist; the axes are {', '.join(KINDS)}{hint}")
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-            raise ValueError(
-                f"{what}: {name}={size!r} is not a size. Write a number of ranks, or -1 for all remaining ranks."
-            )
+            raise ValueError(f"{what}: {name}={size!r} is not a size; write a number of ranks, or -1 for all others.")
     if not sizes:
         raise ValueError(f"{what}: expected at least one axis, such as data=8.")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
-        raise ValueError(f"{what}: {' and '.join(free)} are both -1, but only one axis can take the remaining ranks.")
+        raise ValueError(f"{what}: {' and '.join(free)} are both -1, but only one axis can take all other ranks.")
     known = math.prod(size for size in sizes.values() if size != -1)
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != -1) or "1"
     if free and num_ranks % known:
-        raise ValueError(
-            f"{what}: {product} does not divide {num_ranks} ranks, so {free[0]}=-1 cannot take the remaining ranks."
-        )
+        raise ValueError(f"{what}: {product} does not divide {num_ranks} ranks, so {free[0]}=-1 is impossible.")
     if not free and known != num_ranks:
         raise ValueError(f"{what}: {product} makes {known} ranks, but the job has {num_ranks}.")
     return tuple(num_ranks // known if size == -1 else size for size in sizes.values())
@@ -375,9 +361,7 @@ def _of_device_mesh(mesh: DeviceMesh) -> Mesh:
     grid, groups = mesh.mesh, mesh.get_all_groups()
     sizes, place = tuple(grid.shape), mesh.get_coordinate()
     if place is None:
-        raise ValueError(
-            f"mesh: rank {dist.get_rank()} is not in the DeviceMesh, which must contain every rank of the job."
-        )
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not in the DeviceMesh, which must contain all ranks.")
     axes = [
         Axis(name, size, k, group.group_name) for name, size, k, group in zip(names, sizes, place, groups, strict=True)
     ]
@@ -405,9 +389,9 @@ def join() -> None:
         backend, devices = "cpu:gloo,cuda:nccl", torch.cuda.device_count()
         if launch.local_rank >= devices:
             raise RuntimeError(
-                f"local rank {launch.local_rank} has no CUDA device: only {devices} are visible on this machine. Start "
-                "one rank for each device (torchrun --nproc-per-node gpu), or hide the devices (CUDA_VISIBLE_DEVICES=) "
-                "to train on the CPU."
+                f"local rank {launch.local_rank} has no CUDA device: only {devices} are visible. Start one rank for "
+                "each device (torchrun --nproc-per-node gpu), or hide the devices (CUDA_VISIBLE_DEVICES=) to train on "
+                "the CPU."
             )
         torch.cuda.set_device(launch.local_rank)
         options["device_id"] = torch.device("cuda", launch.local_rank)  # else NCCL guesses it from the rank

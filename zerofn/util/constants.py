@@ -84,7 +84,7 @@ def special_values(x: torch.Tensor) -> str:
     for others.
 
     >>> special_values(torch.ones(2).to_mkldnn())
-    "lies in a layout of oneDNN's: give x.to_dense()"
+    "has oneDNN's layout: pass x.to_dense()"
     """
     if isinstance(x, FakeTensor):
         return ""
