@@ -91,12 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="check and measure this machine",
         description="Prints versions, processors, GPUs and limits, measures memory, kernels, drives and links, and "
-        "trains for ten seconds on all devices. A line with ! names a problem, its cost, and what to type. "
-        "Takes half a minute.",
+        "trains on all devices. A line with ! names a problem, its cost, and what to type. Takes half a "
+        "minute.",
     )
-    four.add_argument(
-        "--ranks", type=int, help="ranks of the training (one for each GPU, else for each processor; at most 8)"
-    )
+    four.add_argument("--ranks", type=int, help="ranks of the training (one for each GPU or processor; at most 8)")
     four.add_argument("--folder", type=Path, help="a folder on a drive, to measure the drive too")
     four.set_defaults(run=lambda args: report(args.folder, args.ranks) and 0)
     _add_launch(commands)
@@ -117,7 +115,7 @@ def _add_plan(commands: Any) -> None:
     one.add_argument("--context", type=int, help="number of tokens of a row, for a config.json")
     one.add_argument("--microbatches", type=int, help="microbatches of a rank's rows, for a config.json (1)")
     one.add_argument(
-        "--capacity", type=float, help="capacity factor, for a config.json with experts (none: drop no tokens)"
+        "--capacity", type=float, help="capacity factor of experts, for a config.json (none: drop no tokens)"
     )
     one.add_argument(
         "--sequence-parallel",
@@ -138,18 +136,14 @@ def _add_plan(commands: Any) -> None:
     one.add_argument("--stage", type=int, nargs="+", help="stages to plan, of 0, 1, 2, 3 (default: all)")
     one.add_argument("--offload", nargs="+", help="none, cpu, nvme (default: those that make a difference)")
     one.add_argument(
-        "--precision",
-        nargs="+",
-        help="none, fp32, bf16, fp16, fp8 (default: the script's precision, or if it has none, the usual ones)",
+        "--precision", nargs="+", help="none, fp32, bf16, fp16, fp8 (default: the script's, or the usual ones)"
     )
-    one.add_argument(
-        "--wire", nargs="+", help="wire codecs: none, bf16, fp8, int8, gather=int4,reduce=int8 (default: the script's)"
-    )
+    one.add_argument("--wire", nargs="+", help="none, bf16, fp8, int8, gather=int4,reduce=int8 (default: the script's)")
     one.add_argument("--remat", nargs="+", help="none, auto, full, budget (default: more if a plan does not fit)")
     one.add_argument("--rows", type=int, nargs="+", help="number of rows of a rank's batch (default: the script's)")
     one.add_argument("--memory", help="memory of a device, such as 24GiB, instead of the machine's")
     one.add_argument("--picture", type=Path, help="draw the plan to this file, such as plan.png")
-    one.add_argument("--json", type=Path, help="write it to this file")
+    one.add_argument("--json", type=Path, help="write the plan to this file")
     one.set_defaults(run=_plan)
 
 

@@ -83,11 +83,10 @@ def compile(
     The step is captured at its first call, for every new signature (structure, shapes, dtypes, ints and floats of the
     batch) and after a change to a value that it closes over (see `guards`), with one log line each. With `donate`, the
     new state is written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step that
-    does not return `(state, aux)` is an evaluation, and may not create a `TrainState`. State that is not sharded and
-    that each rank computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is
-    floating-point; with `broadcast_buffers`, all ranks take rank 0's values, of any dtype, as under DDP. A value that
-    differs between ranks may change a shard only after a reduction, or if declared equal (`zerofn.same`). Eager calls
-    do not compare ranks.
+    does not return `(state, aux)` is an evaluation, and may not create a `TrainState`. Unsharded state that each rank
+    computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is floating-point; with
+    `broadcast_buffers`, all ranks take rank 0's values, of any dtype, as under DDP. A value that differs between ranks
+    may change a shard only after a reduction, or if declared equal (`zerofn.same`). Eager calls do not compare ranks.
 
     `memory`: bytes of device memory that a step may use on a rank, or a text such as "24GiB". It counts state and
     values, not the workspace of operations. To stay below it, ZeroFn drops gathered units and gathers them again,

@@ -858,7 +858,7 @@ def test_what_is_not_followed_is_told_once_and_followed_where_it_is_watched(capl
     def step(s, x): return x * outer["inner"]["a"]
     """
     call, said = run_logged(code, ["x = 1", "x = 2"], caplog)
-    assert sum("global outer.data['inner'] holds is frozen at capture" in x for x in said) == 1
+    assert sum("the values in global outer.data['inner'] are frozen at capture" in x for x in said) == 1
     change = ["outer['inner']['a'] = 3.0"]
     call, said = run_logged(code, change, caplog, watch=lambda space: [space["outer"]])
     assert len(captures_of(call)) == 2 and "watch[0].data['inner'].data['a'] 2.0 -> 3.0" in said[-1]
@@ -902,7 +902,7 @@ def test_what_is_not_what_its_class_says_is_told_and_not_followed(caplog):
     def step(s, x): return x * lie.a
     """
     call, said = run_logged(code, ["pass"], caplog)
-    assert len(captures_of(call)) == 1 and any("the values in .*global lie are frozen at capture" in x for x in said)
+    assert len(captures_of(call)) == 1 and any("the values in global lie are frozen at capture" in x for x in said)
 
 
 def test_a_module_that_the_step_imports_first_is_followed(caplog, monkeypatch, tmp_path):

@@ -324,7 +324,7 @@ WRONG = {
     "none": (refused("Nothing", lambda self, batch, k: None), "returned None, which skips a batch"),
     "rates": (
         refused("Rates", lambda self, batch, k: self.optimizers()),
-        "calls self.optimizers\\(\\), and is captured",
+        "calls self.optimizers\\(\\), but is captured",
     ),
     "none there": (
         refused("NoOptimizer", None, configure_optimizers=lambda self: None),
@@ -347,7 +347,7 @@ def test_what_has_no_counterpart_is_a_sentence(name):
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"precision": "64-true"}, "precision='64-true' is not known; expected 32-true, bf16-mixed, 16-mixed"),
+        ({"precision": "64-true"}, "precision='64-true' is none of 32-true, bf16-mixed, 16-mixed"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True. is not supported"),
         ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of this plugin would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),

@@ -246,7 +246,7 @@ def test_moments_of_torchs_optimizer_are_refused_where_they_are_asked_for():
 
     asks = {
         "optimizer.state is empty, because the moments are sharded": lambda t, o, m: o.state[next(m.parameters())],
-        "optimizer.state is empty": lambda t, o, m: o.state.clear(),
+        "optimizer.state is empty, because": lambda t, o, m: o.state.clear(),
         "optimizer.state is empty": lambda t, o, m: o.load_state_dict({**o.state_dict(), "state": {0: {"step": 1}}}),
         "the trainer's optimizer is not the one that configure_optimizers made": replaces,
     }

@@ -98,7 +98,7 @@ def test_parameters_without_a_gradient_are_named_once_and_still_decay(stage, cap
         state, _ = step(state, torch.ones(2, 3))  # captured again
     (line,) = told(caplog)
     assert line.startswith(
-        "step: no loss uses 'head1', 'head2', 'head3', 'head4', 'head5' and 3 more parameters. The gradient of such"
+        "step: no loss uses 'head1', 'head2', 'head3', 'head4', 'head5' and 3 more parameters. The gradients of"
     )
     decayed = 1.0 * (1 - 0.1 * 0.5) ** 2
     torch.testing.assert_close(zerofn.unshard(state.params)["head5"], torch.full((3,), decayed))

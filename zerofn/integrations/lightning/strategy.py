@@ -120,7 +120,7 @@ class ZeroFnStrategy(Ranks):
         plugin = self._precision_plugin
         word = "32-true" if plugin is None else str(plugin.precision)
         if word not in _PRECISIONS:
-            raise ValueError(f"ZeroFnStrategy: precision={word!r} is not known; expected {', '.join(_PRECISIONS)}.")
+            raise ValueError(f"ZeroFnStrategy: precision={word!r} is none of {', '.join(_PRECISIONS)}.")
         return _PRECISIONS[word]
 
     # ---- the module and its state
@@ -257,9 +257,8 @@ class ZeroFnStrategy(Ranks):
         if self._groups.has_changed():
             if self._steps.sums is not None:
                 raise ValueError(
-                    f"{type(self.lightning_module).__name__}: the trained parameters changed in the middle of an "
-                    "update with accumulated gradients. Change requires_grad, or the optimizer, before the first batch "
-                    "of an update."
+                    f"{type(self.lightning_module).__name__}: the trained parameters changed between microbatches. "
+                    "Change requires_grad, or the optimizer, before the first microbatch of an update."
                 )
             self._relay(self._groups)
         state = self.state
