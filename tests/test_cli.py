@@ -219,7 +219,7 @@ def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     grids = {tuple(row["mesh"].items()) for row in found["rows"]}
     assert grids == {(("data", 16),), (("replicate", 2), ("data", 8)), (("data", 8), ("tensor", 2)),
                      (("replicate", 2), ("data", 4), ("tensor", 2))}  # fmt: skip
-    assert "left out: tensor 4: LlamaForCausalLM has 6 heads of attention, which 4 ranks cannot share" in out
+    assert "left out: tensor 4: LlamaForCausalLM has 6 attention heads, which 4 ranks cannot divide equally" in out
     best = found["rows"][found["best"]]
     assert best["speed"] >= 0.98 * max(row["speed"] for row in found["rows"]) and best["call"] in out
     assert main(["plan", str(tmp_path), *options, "--stage", "3", "--mesh", "data=8,tensor=2"]) == 0
@@ -282,7 +282,7 @@ def test_a_deepspeed_configuration(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "zero_optimization.stage" in out and "adamw(0.0003" in out and "stage=3, precision='fp32'" in out
     assert main(["config", str(path)]) == 1
-    assert 'zerofn config: from_deepspeed: the configuration says "auto"' in capsys.readouterr().err
+    assert 'zerofn config: from_deepspeed: the configuration has "auto"' in capsys.readouterr().err
     assert main(["config", str(path), "--auto", "lr"]) == 1
     assert "--auto lr: expected KEY=VALUE" in capsys.readouterr().err
     assert main(["config"]) == 0
@@ -312,7 +312,7 @@ def test_a_config_is_planned_in_stages(tmp_path, capsys):
     for text in ("stages, 4 microbatches", "rank 1 along pipe: stage", "zerofn.parallel.pipe(model, mesh"):
         assert text in told
     assert main([*command, "--rows", "6"]) == 1
-    assert "--microbatches 4: a rank's 6 rows are not cut into as many equal parts" in capsys.readouterr().err
+    assert "--microbatches 4: a rank's 6 rows cannot be divided into 4 equal microbatches" in capsys.readouterr().err
     assert main(["plan", "train.py", "--microbatches", "4"]) == 1
     assert "--microbatches has no effect on a script, which chooses its own number" in capsys.readouterr().err
 

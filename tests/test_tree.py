@@ -319,7 +319,7 @@ def test_a_dict_of_a_class_of_its_own_keeps_its_tensors_and_trees():
 def test_what_is_no_tree_is_left_out_unless_the_class_would_answer():
     x = Bag(x=torch.ones(2))
     x.me = [x]
-    with pytest.raises(TypeError, match=r"A tree has no end: 'me.0', a Bag, lies in itself"):
+    with pytest.raises(TypeError, match=r"A tree has no end: 'me.0', a Bag, contains itself"):
         tree.flatten(x)
     del x.me
     x.record = [object()]
@@ -356,7 +356,7 @@ def test_a_tree_that_holds_itself_is_refused_by_the_place():
     x["a"]["b"].append(x["a"])
     for call in (tree.flatten, tree.orders, tree.structure, lambda x: tree.tree_map(str, x)):
         with pytest.raises(
-            TypeError, match=r"A tree has no end: 'a.b.1', a dict, lies in itself. Leave that entry out"
+            TypeError, match=r"A tree has no end: 'a.b.1', a dict, contains itself. Leave that entry out"
         ):
             call(x)
     deep = 1

@@ -215,17 +215,19 @@ def test_choices_that_select_nothing_in_a_part_are_fine():
 
 
 def test_a_unit_is_a_name():
-    with pytest.raises(TypeError, match=r"unit\('h.0.attn.bias'\) gives None; it must give the name of a unit"):
+    with pytest.raises(TypeError, match=r"unit\('h.0.attn.bias'\) returns None, but it must return the name of a unit"):
         zerofn.shard(created(), unit=lambda name: None)
 
 
 def test_a_misspelt_entry_of_the_parameters_gets_the_nearest_names():
     params = zerofn.shard(created()).params
-    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.attn.wieght'; did you mean 'h.0.attn.weight'"):
+    with pytest.raises(
+        KeyError, match=r"no leaf is named 'h.0.attn.wieght' or below it; did you mean 'h.0.attn.weight'"
+    ):
         params["h.0.attn.wieght"]
-    with pytest.raises(KeyError, match=r"no leaf lies under 'h.0.atn'; did you mean 'h.0.attn'"):
+    with pytest.raises(KeyError, match=r"no leaf is named 'h.0.atn' or below it; did you mean 'h.0.attn'"):
         params["h.0.atn"]
-    with pytest.raises(KeyError, match=r"no leaf lies under 'xyz'; the units are"):
+    with pytest.raises(KeyError, match=r"no leaf is named 'xyz' or below it; the units are"):
         params["xyz"]
 
 

@@ -84,7 +84,7 @@ def test_a_frozen_one_is_waited_for_a_while_and_told_when_it_wakes(tmp_path, oth
     zerofn.save(tmp_path / "a", train_state(7))
     process.send_signal(signal.SIGCONT)
     told = process.communicate(timeout=30)[1]
-    assert "was taken over by another job" in told and process.returncode == 1
+    assert "another job .*now saves to" in told and process.returncode == 1
     assert is_there(tmp_path / "a", 7) and len(list((tmp_path / "a").iterdir())) == 2
 
 

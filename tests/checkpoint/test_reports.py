@@ -133,7 +133,7 @@ def test_names_of_another_model(tmp_path):
     assert found["step"] == 0
     with pytest.raises(ValueError, match="'model.a.w' and 'model.head' would both get the name 'params.b.w'"):
         zerofn.load(tmp_path / "a", like=like, rename=lambda n: "params.b.w")
-    with pytest.raises(ValueError, match="only='param' chooses nothing: `like` has no leaf 'param'"):
+    with pytest.raises(ValueError, match="only='param' selects no leaf: `like` has no leaf 'param'"):
         zerofn.load(tmp_path / "a", like=like, only="param")
     with pytest.raises(zerofn.CheckpointError, match="has no leaf 'params.b.w'"):
         zerofn.load(tmp_path / "a", like=like, only="params")

@@ -200,7 +200,7 @@ def test_an_object_in_a_batch_is_refused(what):
     """It would be a constant: every step would train on the first one."""
     batch = OBJECTS[what]()
     kind = type(batch["pair"] if isinstance(batch, dict) else batch).__name__
-    with pytest.raises(TypeError, match=rf"squares: batch .*is a {kind}; leaves are tensors, numbers, strings"):
+    with pytest.raises(TypeError, match=rf"squares: batch .*is a {kind}, but leaves must be tensors, numbers, strings"):
         zerofn.compile(squares)(on_zeros(), batch)
 
 
@@ -281,7 +281,7 @@ class Doubled(torch.Tensor):
 
 def test_a_tensor_with_operations_of_its_own_is_refused():
     step, x = zerofn.compile(lambda state, batch: state["w"] * batch["x"]), torch.ones(2).as_subclass(Doubled)
-    with pytest.raises(TypeError, match=r"batch entry 'x' is a Doubled, .* give x.as_subclass\(torch.Tensor\)"):
+    with pytest.raises(TypeError, match=r"batch entry 'x' is a Doubled, .* Pass x.as_subclass\(torch.Tensor\)"):
         step({"w": torch.ones(2)}, {"x": x})
     with pytest.raises(TypeError, match="state entry 'w' is a Doubled"):
         step({"w": x}, {"x": torch.ones(2)})

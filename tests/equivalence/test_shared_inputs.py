@@ -38,10 +38,10 @@ def test_one_place_on_a_drive_is_not_given_twice(tmp_path):
     offload = Offload(params="nvme", path=tmp_path)
     extra = {name: p.detach().clone() for name, p in MODULE.named_parameters()}
     state = state_of(MODULE, 3, optim.adamw(1e-2), extra=extra, offload=offload)
-    with pytest.raises(RuntimeError, match=r"the state and the batch are one place on a drive, params\['0'\]"):
+    with pytest.raises(RuntimeError, match=r"the state and the batch share one region on a drive, params\['0'\]"):
         zerofn.compile(beside)(state, {"own": batch_of(), "given": state.params})
     twice = state.replace(extra=state.params)
-    with pytest.raises(RuntimeError, match=r"two entries of the state are one place on a drive, params\['0'\]"):
+    with pytest.raises(RuntimeError, match=r"two entries of the state share one region on a drive, params\['0'\]"):
         zerofn.compile(beside)(twice, {"own": batch_of(), "given": {"x": torch.ones(1)}})
     filled, _ = zerofn.compile(lambda state, _: (state.replace(extra=state.params), {}))(state, {})
     zerofn.compile(beside)(filled, {"own": batch_of(), "given": {"x": torch.ones(1)}})

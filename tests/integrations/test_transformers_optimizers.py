@@ -190,7 +190,7 @@ class WithCallback(ours.Trainer):
     "kind, sentence",
     [
         (Clip, r"Clip._clip_grad_norm \(line \d+ of .*py\) uses gradients.*max_grad_norm"),
-        (Wrap, r"Wrap._wrap_model \(line \d+ of .*py\) would never be called: give the model"),
+        (Wrap, r"Wrap._wrap_model \(line \d+ of .*py\) would never be called: pass the finished model"),
         (Save, r"Save._save \(line \d+ of .*py\) would never be called: override save_model"),
         (WithCallback, r"Scale.on_pre_optimizer_step \(line \d+ of .*py\) uses gradients.*grad_norm"),
         (Backward, r"Backward.training_step calls backward \(line \d+ of .*py\), but gradients exist inside the"),

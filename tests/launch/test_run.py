@@ -118,9 +118,9 @@ def test_numbers_of_ranks_that_cannot_be(wrong):
 @pytest.mark.whole
 def test_what_cannot_travel_is_a_sentence():
     state = zerofn.shard(zerofn.TrainState.create(params={"w": torch.ones(3)}, tx=optim.sgd(0.1)))
-    with pytest.raises(TypeError, match=r"with its arguments, holds a Sharded.*zerofn.unshard\(state\)"):
+    with pytest.raises(TypeError, match=r"with its arguments, contains a Sharded.*zerofn.unshard\(state\)"):
         zerofn.run(print, state)
-    with pytest.raises(TypeError, match="the result holds a Sharded"):
+    with pytest.raises(TypeError, match="the result contains a Sharded"):
         zerofn.run(lambda: zerofn.shard({"params": {"w": torch.ones(3)}}), ranks=1)
     with pytest.raises(TypeError, match="cannot travel between processes.*lock"):
         import threading

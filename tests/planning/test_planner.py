@@ -227,7 +227,9 @@ def test_rates_of_a_host_are_asked_for_where_they_matter():
     assert planned(machine=gpu, world=2, stage=3).best.seconds > 0
     with pytest.raises(ValueError, match=r"machine 'mine': 'host_\w+' .* is not known.*zerofn.Machine\(..., host_"):
         planned(machine=gpu, world=2, stage=3, offload="cpu").text()
-    with pytest.raises(ValueError, match=r"'disk_read' .* is not known: measure it with `zerofn profile FILE --folder"):
+    with pytest.raises(
+        ValueError, match=r"'disk_read' .* is not known, .* Measure it with `zerofn profile FILE --folder"
+    ):
         planned(machine=dataclasses.replace(HERE, disk_read=0.0), world=2, stage=3, offload="nvme").text()
 
 

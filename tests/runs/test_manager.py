@@ -129,7 +129,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path, caplog):
     assert highest.steps() == [5, 6] and highest.best_step() == 5
     assert losses(tmp_path / "c", [0.5], keep=1, keep_best=("loss", "min")).steps() == [7]
     losses(tmp_path / "e", [1.0], keep=1, keep_best=("val_loss", "min"))
-    assert "step 1 has no such metric, only 'loss', 'name'" in caplog.text
+    assert "step 1 has only the metrics 'loss', 'name'" in caplog.text
     notes = json.loads((tmp_path / "c/step-00000007/manifest.json").read_text())["notes"]
     assert notes == {"metrics": {"loss": 0.5, "name": 3.0}}
 

@@ -47,7 +47,7 @@ def test_a_schedule_goes_with_stages_where_they_lie():
     one_a_rank = Pipeline(Placement("loop", 2, 1), "interleaved").by(mine).of(2)  # lies as a line does
     assert one_a_rank.orders == mine.orders and one_a_rank.placement == Placement("loop", 2, 1)
     with pytest.raises(
-        ValueError, match="the schedule is for a v of 2 ranks with 2 stages each, and the cuts are of a"
+        ValueError, match="the schedule is for a v of 2 ranks with 2 stages each, but the cuts are for a"
     ):
         line.by(make("zbv", 2, 4))
     with pytest.raises(

@@ -318,7 +318,7 @@ def looks(stage):
     p = shard({"params": {"h.0.w": torch.arange(5000.0).view(50, 100), "h.0.b": torch.zeros(3)}}, stage=stage)["params"]
     held = p["h.0.w"]
     assert torch.equal(held.local, torch.arange(float(held.start), float(held.stop)))
-    with pytest.raises(KeyError, match="no leaf lies under 'h.1'"):
+    with pytest.raises(KeyError, match="no leaf is named 'h.1'"):
         p["h.1"]
     return repr(p), repr(held), repr(p["h.0.b"])
 

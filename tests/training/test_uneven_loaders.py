@@ -86,5 +86,5 @@ def test_one_process_gets_its_own_batches():
         list(zerofn.even([1], pad="w"))
     with pytest.raises(ValueError, match="already has an entry 'w'"):
         list(zerofn.even([{"w": 1}], pad="w"))
-    with pytest.raises(ValueError, match="the loader has no batch"):
+    with pytest.raises(ValueError, match="the loader has no batches"):
         list(zerofn.even([], pad="w"))
