@@ -388,8 +388,8 @@ def test_what_cannot_be_is_a_sentence(offload, stage, message):
         ({"optimizer": "nvme", "fraction": 0}, "above 0 and at most 1"),
         ({"optimizer": "nvme", "fraction": "0.5"}, "expected a number.*got str"),
         ({"optimizer": "nvme", "path": 3}, "expected a folder or a list of folders, got int"),
-        ({"optimizer": "nvme", "path": ""}, "one or more folders, each once"),
-        ({"optimizer": "nvme", "path": ["/tmp", "/tmp/../tmp"]}, "one or more folders, each once"),
+        ({"optimizer": "nvme", "path": ""}, "one or more folders, each only once"),
+        ({"optimizer": "nvme", "path": ["/tmp", "/tmp/../tmp"]}, "one or more folders, each only once"),
     ],
 )
 def test_an_offload_that_cannot_be_is_a_sentence(given, message):
