@@ -196,7 +196,7 @@ def test_any_two_give_the_third(given, world, found):
         ({"sparse_attention": {"mode": "fixed", "enabled": True}}, "'sparse_attention.enabled' is not a key"),
         ({"sparse_attention": {"mode": "strided"}}, "sparse_attention.mode: expected one of fixed, dense"),
         ({"sparse_attention": {"num_random_blocks": 1}}, "num_random_blocks has no effect with mode 'fixed'"),
-        ({"sparse_attention": {"num_local_blocks": 0}}, "num_local_blocks=0 is too small"),
+        ({"sparse_attention": {"num_local_blocks": 0}}, "num_local_blocks=0 must be 1 or more"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 8}}, "mics_shard_size=8 has no counterpart"),
         ({"torch_autocast": {"enabled": True}}, "Write torch.autocast inside your loss function"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 0.5}}}, "ratio has no effect without"),

@@ -453,7 +453,7 @@ def test_what_is_not_searched_runs_once():
 
 def test_a_pass_has_a_scope_and_a_name():
     assert Pass(tanh_gelu) == Pass(tanh_gelu, "step", "tanh_gelu")
-    with pytest.raises(ValueError, match="scope='loop' is not known; there are 'step' and 'body'"):
+    with pytest.raises(ValueError, match="scope='loop' is not known; expected 'step' or 'body'"):
         Pass(tanh_gelu, "loop")
     with pytest.raises(TypeError, match="fn must be a function of a program, not 3"):
         Pass(3)

@@ -54,7 +54,7 @@ def test_tokens_are_attended_by_their_blocks(number):
         (lambda x: x.fixed(num_different_global_patterns=2), "from 1 to 1"),
         (lambda x: x.variable(local_window_blocks=[]), "local_window_blocks must be"),
         (lambda x: x.variable(global_block_indices=[3], global_block_end_indices=[3]), "and be larger than it"),
-        (lambda x: x.bigbird(block=0), "block=0 is too small"),
+        (lambda x: x.bigbird(block=0), "block=0 must be 1 or more"),
         (lambda x: sparse.layout(x.bigbird(), 32), "num_sliding_window_blocks=3, but the row has only 2 blocks"),
         (lambda x: sparse.layout(x.fixed(), 32, 64), "as many queries as keys"),
     ],

@@ -195,7 +195,7 @@ def _checked(manifest: Manifest) -> Manifest:
         parts.setdefault(leaf.name, []).append(leaf)
     for name, slices in parts.items():
         if len(slices) > 1 and not any(x.region for x in slices):
-            raise ValueError(f"two leaves are called {name!r}")
+            raise ValueError(f"two leaves have the name {name!r}")
         if any(x.region for x in slices) and not _make_up(slices):
             raise ValueError(f"the slices of {name!r} do not make up the whole")
     return manifest
@@ -212,10 +212,10 @@ def _check_tree(x: SavedTree, files: Mapping[str, FileIdentity]) -> None:
         if not 0 <= leaf.unit < len(x.units) or not leaf.offset + leaf.numel <= x.units[leaf.unit].size:
             raise ValueError(f"{leaf.name!r} does not lie in its unit")
         if leaf.offset < ends[leaf.unit]:
-            raise ValueError(f"{leaf.name!r} lies where another leaf does")
+            raise ValueError(f"{leaf.name!r} overlaps another leaf")
         ends[leaf.unit] = leaf.offset + leaf.numel
     if len({leaf.name for leaf in x.leaves}) < len(x.leaves):
-        raise ValueError(f"two leaves of {x.path!r} have one name")
+        raise ValueError(f"two leaves of {x.path!r} have the same name")
     sizes = [u.size for u in x.units]
     if x.packed:
         sizes = [sum(leaf.numel for leaf in leaves) for leaves in x.by_unit]
@@ -226,7 +226,7 @@ def _check_room(what: str, nbytes: int, names: Iterable[str], files: Mapping[str
     """Raise `ValueError` for more bytes than files have: memory is taken for what is in files alone."""
     there = sum(files[name].nbytes for name in set(names))
     if nbytes > there:
-        raise ValueError(f"{what!r} has {nbytes:,} bytes, and its files {there:,}")
+        raise ValueError(f"{what!r} needs {nbytes:,} bytes, but its files have {there:,}")
 
 
 def _make_up(slices: Sequence[NamedLeaf]) -> bool:
@@ -326,7 +326,7 @@ def _cut(pair: Field, shape: tuple[int, ...]) -> tuple[int, Intervals]:
     found = tuple((a.count(), b.count(0, shape[number])) for a, b in (x.several(2) for x in intervals.each()))
     ends = [end for interval in sorted(found) for end in interval]
     if ends != sorted(ends):
-        raise ValueError(f"intervals {found} of dim {number} meet")
+        raise ValueError(f"intervals {found} of dim {number} overlap")
     return number, found
 
 

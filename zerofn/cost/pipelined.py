@@ -181,4 +181,7 @@ def simulated(
 def _run(ranks: Sequence[_Rank]) -> None:
     while not all(rank.done_with_all for rank in ranks):
         if not any(rank.advance() for rank in ranks):
-            raise ValueError("the ranks of this pipeline wait for each other; their messages have different orders.")
+            raise ValueError(
+                "the ranks of this pipeline would wait for each other forever, because they exchange "
+                "messages in different orders."
+            )

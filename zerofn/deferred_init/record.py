@@ -110,8 +110,8 @@ class Recorder(TorchDispatchMode):
         key = storage_key(tensor)
         if key not in self._current or tensor.is_neg():
             raise RuntimeError(
-                f"{user_place()}: a tensor of shape {tuple(tensor.shape)} came from something that "
-                f"cannot be replayed (a file read with torch.load, say). {_INSTEAD}"
+                f"{user_place()}: a tensor of shape {tuple(tensor.shape)} comes from an operation that cannot be "
+                f"replayed, such as torch.load. {_INSTEAD}"
             )
         return BufferView(
             self._current[key],
@@ -238,9 +238,8 @@ class Recorder(TorchDispatchMode):
         needed = closure(self.calls, [r for r in roots if r is not None])
         if any(self.calls[i].is_random for i in needed):
             raise RuntimeError(
-                f"{user_place()}: initialisation asks for the value of a random tensor here "
-                f"({func}), so what comes next cannot be known before it is drawn. Use torch.where "
-                "instead of a branch, or pass `shard` the finished state instead of a function."
+                f"{user_place()}: initialisation reads the value of a random tensor here ({func}), which is not drawn "
+                "yet. Use torch.where instead of a branch, or pass the finished state to `shard` instead of a function."
             )
         args, kwargs = tree_map(self._as_region, (args, kwargs))
         final = LoggedCall(func, args, kwargs, [], set(), False)
@@ -265,8 +264,8 @@ def _require_plain(x: torch.Tensor) -> None:
     own = (torch.Tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     if x.layout != torch.strided or type(x).__torch_dispatch__ not in own:
         raise RuntimeError(
-            f"{user_place()}: initialisation can be replayed with plain dense tensors only, but "
-            f"here is a {type(x).__name__} with layout {x.layout}. {_INSTEAD}"
+            f"{user_place()}: initialisation can replay dense plain tensors only, but found a {type(x).__name__} with "
+            f"layout {x.layout}. {_INSTEAD}"
         )
 
 

@@ -60,8 +60,8 @@ def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | Non
     """
     if isinstance(build, nn.Module):
         raise TypeError(
-            f"skeleton takes a function that makes the module, got the {type(build).__name__} itself, whose "
-            "weights are there already; write zerofn.skeleton(build), without calling it."
+            f"skeleton takes a function that makes the module, got the {type(build).__name__} itself, whose weights "
+            "already exist. Write zerofn.skeleton(build), without calling build."
         )
     refuse_while_capturing("zerofn.skeleton")
     map_large_blocks()
@@ -286,8 +286,8 @@ def _replace_the_rest(module: nn.Module, twins: _Twins) -> None:
         for name, param in part._parameters.items():
             if param is not None and nn.parameter.is_lazy(param):
                 raise RuntimeError(
-                    f"parameter {prefix}.{name} has no shape yet, because its layer is lazy. Give "
-                    "the layer its sizes, or write `nn.Linear` where it says `nn.LazyLinear`."
+                    f"parameter {prefix}.{name} has no shape yet, because its layer is lazy. Pass sizes to the layer: "
+                    "write `nn.Linear` instead of `nn.LazyLinear`."
                 )
             if param is not None and _is_real(param):
                 part._parameters[name] = twins.of(param)

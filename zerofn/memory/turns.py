@@ -100,9 +100,8 @@ def refuse_while_capturing(what: str) -> None:
     """Raise `CaptureError` if this thread captures a step."""
     if _captures():
         raise CaptureError(
-            f"{what} is called inside a step. The step is captured now, when its tensors have no values, and the call "
-            "would not be part of the captured step. Call it outside the step, and pass its result in the state or "
-            "the batch."
+            f"{what} is called inside a step that is being captured. Its tensors have no values now, and later steps "
+            "would not repeat the call. Call it outside the step, and pass its result in the state or the batch."
         )
 
 

@@ -154,7 +154,10 @@ def _check(q: Tensor, k: Tensor, axis: Axis, method: str, chunks: Chunks) -> Non
     heads, groups, size = q.shape[-3], k.shape[-3], q.shape[-2]
     check_method("attention", method)
     if heads % groups:
-        raise ValueError(f"attention: {groups} heads of keys must divide {heads} heads of queries, and do not.")
+        raise ValueError(
+            "attention: the number of query heads must be a multiple of the number of key heads; got "
+            f"{heads} and {groups}."
+        )
     if method == "ulysses" and heads % axis.size:
         raise ValueError(
             f"attention: {axis.size} ranks of {axis.name!r} cannot share {heads} heads; write method='ring', which "

@@ -24,7 +24,7 @@ class Body:
     gm: GraphModule
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a loop's body has no {name!r}: a pass with scope='body' may use program.gm alone.")
+        raise AttributeError(f"the body of a loop has no {name!r}: a pass with scope='body' may use only program.gm.")
 
 
 @known_fields
@@ -60,7 +60,7 @@ class Pass:
                 "context, too: (program, context), or with scope='body' (gm, context)."
             )
         if self.scope not in get_args(Scope):
-            raise ValueError(f"Pass: scope={self.scope!r} is not known; there are 'step' and 'body'.")
+            raise ValueError(f"Pass: scope={self.scope!r} is not known; expected 'step' or 'body'.")
         check_fields(self, "name", "searched", "required", "carries_out")
         if not self.name:
             object.__setattr__(self, "name", getattr(self.fn, "__name__", type(self.fn).__name__))

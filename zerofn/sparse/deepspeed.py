@@ -187,8 +187,9 @@ def _check(where: str, attention: str, rows: bool = False, **numbers: int) -> bo
     if attention not in _DIRECTIONS:
         raise ValueError(f"sparse.deepspeed.{where}: attention must be {' or '.join(_DIRECTIONS)}, got {attention!r}.")
     for name, value in numbers.items():
-        if value < (0 if name == "num_random_blocks" else 1):
-            raise ValueError(f"sparse.deepspeed.{where}: {name}={value} is too small.")
+        least = 0 if name == "num_random_blocks" else 1
+        if value < least:
+            raise ValueError(f"sparse.deepspeed.{where}: {name}={value} must be {least} or more.")
     if rows and attention == "unidirectional":
         raise ValueError(
             f"sparse.deepspeed.{where}: horizontal_global_attention attends to later tokens, so attention must be "
