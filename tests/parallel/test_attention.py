@@ -130,7 +130,7 @@ def refusals():
     bad = [
         ({"method": "ulyses"}, x, x, "method='ulyses' is not known; write 'ulysses' or 'ring'"),
         ({}, x, x, "cannot share 3 heads; write method='ring'"),
-        ({"method": "ring"}, x, x[:, :2], "2 heads of keys must divide 3"),
+        ({"method": "ring"}, x, x[:, :2], "number of key heads; got 3 and 2"),
         ({"method": "ring"}, x[:, :, :3], x[:, :, :3], "two chunks of one size"),
         ({"method": "ring", "mask": torch.ones(8, 8) > 0}, x, x, "'ring' takes no mask; write method='ulysses'"),
         ({"mask": torch.ones(4, 4) > 0}, x[:, :2], x[:, :2], r"\[.., 1, 8, 8\], .*got torch.bool \[4, 4\]"),

@@ -107,7 +107,7 @@ def test_of_a_loops_body_a_pass_of_one_argument_sees_the_graph_alone():
         program.batch  # noqa: B018 - the step has one
 
     with pytest.raises(
-        AttributeError, match="a loop's body has no 'batch': a pass with scope='body' may use program.gm"
+        AttributeError, match="the body of a loop has no 'batch': a pass with scope='body' may use only program.gm"
     ):
         trained(smooth("none"), 2, passes=first(Pass(mine, "body")))
     trained(smooth("none"), 1, passes=first(Pass(mine, "body")))  # without a loop
