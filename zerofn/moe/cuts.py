@@ -21,17 +21,17 @@ def _of_experts(name: str) -> bool:
 
 @checked()
 def cuts(params: Any, mesh: Mesh, experts: Callable[[str], bool] = _of_experts) -> dict[str, Cut]:
-    """Give each rank of the mesh's axis "expert" its part of the experts; return the cuts, for `shard`.
+    """Divide experts over the mesh's axis "expert"; return the cuts, for `shard`.
 
         mesh = zerofn.Mesh.make(data=-1, expert=2)
         state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.moe.cuts(params, mesh))
 
-    `params`: the parameters, of which shapes alone are read: tensors on "meta" will do. `experts`: leaf name -> whether
-    it has one row for each expert [E, ...]; by default leaves below an entry "experts". In a loss function
-    `layer(..., axis="expert")` then finds [E / size, ...].
+    `params`: the parameters; only their shapes are read, so they may be on "meta". `experts`: leaf name -> whether it
+    has one row for each expert [E, ...]; by default leaves below an entry "experts". In a loss function, `layer(...,
+    axis="expert")` then receives [E / size, ...].
 
-    Raises `ValueError` for a mesh without the axis, where no leaf is of experts, and for experts that ranks cannot
-    share.
+    Raises `ValueError` for a mesh without the axis, if no leaf belongs to experts, and for a number of experts that the
+    ranks do not divide.
 
     >>> params = {"experts": {"up": torch.zeros(4, 8, 8)}, "gate": torch.zeros(4, 8)}
     >>> cuts(params, Mesh.make(expert=1))

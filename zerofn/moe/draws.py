@@ -24,8 +24,8 @@ def uniform(key: Tensor | None, like: Tensor, low: float = 0.0, high: float = 1.
 def gumbel(logits: Tensor, key: Tensor | None = None) -> Tensor:
     """Return noise for `route`: the k largest of `logits + noise` are k experts drawn by their probabilities.
 
-    `logits` [...]: floating. `key`: see `zerofn.random.key`; without one, draws are torch's, which inside a loss
-    function depend on the step's key, as those of dropout.
+    `logits` [...]: floating. `key`: see `zerofn.random.key`; without a key, torch draws, and inside a loss function
+    these draws depend on the step's key, as those of dropout do.
 
     -> Gumbel(0, 1) draws, in the shape, dtype and on the device of `logits` (Gumbel-max trick; DeepSpeed's RSample).
     Raises `TypeError` for a key of another kind.

@@ -36,13 +36,14 @@ def experts_here(num_experts: int, axis: str | Axis | None, what: str) -> tuple[
 def dispatch(x: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tensor:
     """Send each token to its experts.
 
-    `x` [S, d]: this rank's tokens, any dtype. `routing`: of these tokens, from `route`. `axis`: the ranks that share
-    the experts, rank r those from r * E / size on; a name or an `Axis`. None: all experts are here.
+    `x` [S, d]: this rank's tokens, any dtype. `routing`: the result of `route` for these tokens. `axis`: the ranks over
+    which experts are divided, a name or an `Axis`; rank r has E / size experts from r * E / size on. None: this rank
+    has all experts.
 
     -> [E / size, size * C, d] in the dtype and on the device of `x`: for each expert of this rank the rows of all
-    ranks, C of each, in rank order; zeros where there is no token. Linear in `x`. With `axis` all ranks must call it,
-    with equal shapes. Raises `ValueError` for shapes that do not fit, for experts that ranks cannot share, and for an
-    axis that is not there.
+    ranks, C of each, in rank order; unused rows are zeros. Linear in `x`. With `axis` all ranks must call it, with
+    equal shapes. Raises `ValueError` for shapes that do not fit, for a number of experts that the ranks do not divide,
+    and for an axis that does not exist.
 
     >>> from zerofn.moe import route
     >>> x, logits = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
@@ -68,13 +69,14 @@ def dispatch(x: Tensor, routing: Routing, axis: str | Axis | None = None) -> Ten
 
 @checked()
 def combine(y: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tensor:
-    """Send experts' outputs back, and add those of each token up by their weights.
+    """Send experts' outputs back, and return the weighted sum of each token's outputs.
 
-    `y` [E / size, size * C, d]: this rank's experts' outputs for the rows of `dispatch`, floating; d need not be that
-    of the tokens. `routing`, `axis`: those of `dispatch`.
+    `y` [E / size, size * C, d]: the outputs of this rank's experts for the rows that `dispatch` returned, floating; d
+    may differ from that of the tokens. `routing`, `axis`: as for `dispatch`.
 
-    -> [S, d] in the dtype and on the device of `y`; zeros for tokens that no expert has taken. Linear in `y`, and
-    differentiable in `routing.weight`. With `axis` all ranks must call it, with equal shapes. Raises as `dispatch`.
+    -> [S, d] in the dtype and on the device of `y`; zeros for tokens that no expert accepted. Linear in `y`, and
+    differentiable in `routing.weight`. With `axis` all ranks must call it, with equal shapes. Raises the errors of
+    `dispatch`.
 
     >>> from zerofn.moe import route
     >>> routing = route(torch.zeros(3, 1))
@@ -100,14 +102,14 @@ def combine(y: Tensor, routing: Routing, axis: str | Axis | None = None) -> Tens
 
 @checked()
 def own(experts: Any, axis: str | Axis) -> Any:
-    """Return this rank's part of experts that every rank has: for parameters that were gathered whole.
+    """Return this rank's experts of parameters that hold all experts, because they were gathered.
 
     `experts`: a tree of tensors [E, ...]. `axis`: see `dispatch`.
 
-    -> the tree with views [E / size, ...]. A gradient is zero for the experts of others, so that the mean over ranks,
-    which `value_and_grad` takes, is that of the global batch; a loss (sum, weight) needs the same weight on all ranks
-    then. On a mesh with an axis `expert`, `cuts` does without the whole ones. Raises `ValueError` for experts that
-    ranks cannot share, and for an axis that is not there.
+    -> the tree with views [E / size, ...]. The gradient is zero for experts of other ranks, so the mean over ranks in
+    `value_and_grad` is the gradient of the global batch; a loss (sum, weight) then needs the same weight on all ranks.
+    On a mesh with an axis `expert`, use `cuts` instead, which never gathers all experts. Raises `ValueError` for a
+    number of experts that the ranks do not divide, and for an axis that does not exist.
 
     >>> own({"w": torch.ones(4, 2)}, "data")["w"].shape
     torch.Size([4, 2])

@@ -46,28 +46,28 @@ _counted: ContextVar[list[Tensor] | None] = ContextVar("dropped_choices", defaul
 def experts(
     model: nn.Module, mesh: Mesh, plan: Mapping[str, str] | None = None, *, capacity: float | None = None
 ) -> dict[str, Cut | tuple[Cut, ...]]:
-    """Let a skeleton compute with a rank's experts over the mesh's axis "expert"; return the cuts, for `shard`.
+    """Divide a skeleton's experts over the mesh's axis "expert"; return the cuts, for `shard`.
 
         mesh = zerofn.Mesh.make(data=-1, expert=2)
         model = zerofn.skeleton(build)
         state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.moe.experts(model, mesh))
 
     `plan`: module or parameter name, with `*` for any one component -> a word of transformers' `ep_plan`; by default
-    the model's own. `ep_dispatch_experts`: a module of experts, of which each rank has its part; `grouped_gemm`: a
-    parameter of it, one row for each expert [E, ...]; `replicated_with_grad_allreduce`: a parameter of it that all
-    ranks have. `capacity`: an expert takes `capacity * k * S / E` of a rank's S tokens, rounded up, those with the
-    largest weights; the others go without it, and `dropped` counts them. None drops nothing.
+    the model's own. `ep_dispatch_experts`: a module of experts, which are divided over the ranks; `grouped_gemm`: a
+    parameter of such a module, one row for each expert [E, ...]; `replicated_with_grad_allreduce`: a parameter of such
+    a module that all ranks hold. `capacity`: an expert accepts `capacity * k * S / E` of a rank's S tokens, rounded up,
+    those with the largest weights; further choices are dropped, and counted by `dropped`. None drops nothing.
 
-    With tensor parallelism call `zerofn.parallel.tensor` before, and give `shard` both:
-    `cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh)`. A rank then has a part of each of its
-    experts if the tensor plan cuts experts, and else whole ones.
+    With tensor parallelism, call `zerofn.parallel.tensor` first, and pass both cuts to `shard`:
+    `cuts=zerofn.parallel.tensor(model, mesh) | zerofn.moe.experts(model, mesh)`. If the tensor plan cuts experts, a
+    rank then has a slice of each of its experts, otherwise whole experts.
 
-    A model with `output_router_logits` adds its load-balance loss of the global batch. All ranks need as many tokens as
-    the others in every step.
+    A model with `output_router_logits` adds the load-balance loss of the global batch. In every step, all ranks need
+    the same number of tokens.
 
     Raises `ValueError` for a mesh without the axis, a model without a plan, an entry that matches nothing, an unknown
-    word, a capacity that is no positive number, and for experts that ranks cannot share; `TypeError` for a module that
-    is not made as transformers' experts are.
+    word, a capacity that is not positive, and for a number of experts that the ranks do not divide; `TypeError` for a
+    module that does not follow the conventions of experts in transformers.
     """
     axis, name, own = mesh.axis(EXPERT), type(model).__name__, plan is None
     _check_capacity(capacity)
@@ -97,7 +97,7 @@ def experts(
 
 @contextlib.contextmanager
 def dropped() -> Iterator[list[Tensor]]:
-    """Inside, note how many choices of experts had no place, in each layer of a model that `experts` has changed.
+    """Return a context that counts dropped choices of experts, in each layer of a model that `experts` has changed.
 
         def loss_fn(params, batch):
             with zerofn.moe.dropped() as counts:
@@ -106,7 +106,7 @@ def dropped() -> Iterator[list[Tensor]]:
 
         (loss, lost), grads = state.value_and_grad(loss_fn, has_aux=True)(batch)
 
-    -> a list, which gets a 0-d int64 tensor for each layer as it is computed: of this rank's tokens, of k choices each.
+    -> a list. Each layer appends a 0-d int64 tensor: how many of this rank's choices, k for each token, were dropped.
 
     >>> with dropped() as counts:
     ...     pass

@@ -26,10 +26,10 @@ Experts = Callable[[Any, Tensor], Tensor]
 
 
 class Aux(NamedTuple):
-    """What a layer tells beside its output: 0-d tensors of this rank's tokens, and `counts` int64 [E].
+    """Further results of a layer: 0-d tensors for this rank's tokens, and `counts` int64 [E].
 
-    `balance`: the load-balance loss; add a small multiple of it to the loss. `z`: the z-loss. `counts`: the tokens that
-    chose each expert. `dropped`: how many choices found no place.
+    `balance`: the load-balance loss; add a small multiple of it to the loss. `z`: the z-loss. `counts`: the number of
+    tokens that chose each expert. `dropped`: how many choices were dropped.
     """
 
     balance: Tensor
@@ -57,21 +57,22 @@ def layer(
     axis: str | Axis | None = None,
     key: Tensor | None = None,
 ) -> tuple[Tensor, Aux]:
-    """Return (y, aux): every token of `x` through its k experts.
+    """Return (y, aux): apply to every token of `x` its k experts.
 
     `params`: "gate", the weight [E, d]; "experts", a tree of tensors [E / size, ...]; and for residual experts (PR-MoE)
-    "mlp", a tree like one expert's, and "coefficient", the "weight" [2, d] and "bias" [2] that mix both outputs.
-    `x` [..., d]: this rank's tokens. `experts(params, rows)`: [E / size, n, d] -> [E / size, n, d'], usually
-    `torch.vmap` of a function of one expert; empty rows are zeros. `axis`: the ranks that share the experts, see
-    `dispatch`; all must call it, with equal shapes.
+    "mlp", a tree like one expert's, and "coefficient", the "weight" [2, d] and "bias" [2] that mix both outputs. `x`
+    [..., d]: this rank's tokens. `experts(params, rows)`: [E / size, n, d] -> [E / size, n, d'], usually `torch.vmap`
+    of a function of one expert; empty rows are zeros. `axis`: the ranks over which experts are divided, see `dispatch`;
+    all must call it, with equal shapes.
 
     `k`, `capacity`, `min_capacity`, `normalize`, `used` bool [...]: see `route`; `priority` also "random". `epsilon`:
-    of `jitter` on the gate's input. `sample`: experts drawn by their probabilities, "all" or the "others" beside the
-    first. These three draw from `key`, into which the rank's place in the batch is folded; see `gumbel`. `balance`: the
-    choices that the load-balance loss counts, "all" or the "first"; `balance_axis`: see `load_balance_loss`.
+    the argument of `jitter` for the gate's input. `sample`: draw experts by their probabilities, "all" of them or the
+    "others" after the first. These three draw from `key`, with this rank's part of the batch folded in; see `gumbel`.
+    `balance`: which choices the load-balance loss counts, "all" or the "first"; `balance_axis`: see
+    `load_balance_loss`.
 
     -> y [..., d'] in the dtype of the experts' output, and `Aux`. A pure function, differentiable to every order.
-    Raises `ValueError` for what does not fit or is not known, a missing key among it.
+    Raises `ValueError` for shapes that do not fit, unknown words, and a missing key.
 
     >>> params = {"gate": torch.eye(2), "experts": {"w": torch.tensor([2.0, 3.0]).view(2, 1, 1)}}
     >>> layer(params, torch.eye(2) * 9, lambda p, rows: p["w"] * rows)[0].round()

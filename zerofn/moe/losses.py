@@ -15,15 +15,16 @@ from ..util.arguments import checked
 def load_balance_loss(
     logits: Tensor, expert: Tensor, *, used: Tensor | None = None, axis: str | Axis | None = None
 ) -> Tensor:
-    """Return E times the sum over experts of (mean gate) x (fraction of the choices): 1 where all get the same.
+    """Return E times the sum over experts of (mean gate) x (fraction of the choices). It is 1 for a uniform load.
 
-    `logits` [S, E]: floating; the gates are their softmax, in float32 at least. `expert` int64 [n, S]: the choices that
-    count, of `Routing.expert`: `[:1]` for the first ones (GShard; DeepSpeed's for k = 2), all k for those of Switch
-    Transformers at k = 1, and DeepSpeed's beyond 2. `used` bool [S]: choices of other tokens do not count. `axis`: take
-    means over the tokens of all its ranks, which have the same number of them; None for this rank's alone.
+    `logits` [S, E]: floating; the gates are their softmax, in float32 or float64. `expert` int64 [n, S]: the choices
+    that count, from `Routing.expert`: `[:1]` for first choices (GShard; DeepSpeed for k = 2), or all k (Switch
+    Transformers with k = 1; DeepSpeed for k > 2). `used` bool [S]: choices of tokens with False do not count. `axis`:
+    take means over the tokens of all its ranks, which must have the same number of tokens; None for this rank's tokens
+    only.
 
     -> a 0-d tensor, differentiable in `logits`. With `axis` all ranks must call it. Raises `ValueError` for shapes that
-    do not fit, and for an axis that is not there.
+    do not fit, and for an axis that does not exist.
 
     >>> load_balance_loss(torch.zeros(2, 2), torch.tensor([[0, 1]]))
     tensor(1.)

@@ -20,11 +20,12 @@ PRIORITIES = ("choice", "position", "probability")
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go: a tree node. S tokens, k experts a token, E experts, C places for each expert.
+    """The experts of each token: a tree node. S tokens, k experts for each token, E experts, capacity C of each expert.
 
-    `expert` int64 [k, S]: the experts of each token, its first choice first. `slot` int64 [k, S]: `expert * C + place`,
-    or E * C for what is dropped. `weight` [k, S]: of an expert's output, 0 for what is dropped; in the dtype of the
-    gates. `counts` int64 [E]: the tokens that chose each expert, dropped ones too. `num_experts`: E. `capacity`: C.
+    `expert` int64 [k, S]: the experts of each token, its first choice first. `slot` int64 [k, S]: `expert * C +
+    position`, or E * C for a dropped choice. `weight` [k, S]: the weight of an expert's output, 0 for a dropped choice;
+    in the dtype of the gates. `counts` int64 [E]: number of tokens that chose each expert, including dropped ones.
+    `num_experts`: E. `capacity`: C.
     """
 
     expert: Tensor
@@ -75,20 +76,20 @@ def route(
     normalize: bool | None = None,
     used: Tensor | None = None,
 ) -> Routing:
-    """Choose the k experts of every token, and give each choice a place among the C of its expert.
+    """Choose k experts for every token. Each expert accepts at most C tokens; further choices are dropped.
 
-    `logits` [S, E]: floating. The gates are their softmax, in float32 at least. `capacity`: C is `capacity * k * S / E`
-    rounded up, `min_capacity` at least, and never more than S, which nothing can exceed; None is S, so that nothing is
-    dropped. `priority`: who gets a place where too many choose an expert: by "choice", all first choices before all
-    second ones, tokens in order; by "position", tokens in order; by "probability", the largest gates; or a tensor
-    [k, S], the largest first (random draws select random tokens).
+    `logits` [S, E]: floating. The gates are their softmax, in float32 or float64. `capacity`: C is `capacity * k * S /
+    E` rounded up, at least `min_capacity` and at most S; with 1,024 tokens, 8 experts, k = 2 and capacity 1.25, C is
+    320. None means C = S, so that nothing is dropped. `priority`: which choices an expert accepts if too many tokens
+    choose it: by "choice", all first choices before all second ones, tokens in order; by "position", tokens in order;
+    by "probability", the largest gates; or a tensor [k, S], the largest first (random draws select random tokens).
 
-    `noise` [S, E]: is added to the logits to choose, not to weigh; see `gumbel`. `noisy_first=False`: the first choice
-    does without. `normalize`: let the weights of a token's kept choices add up to 1; by default for k > 1. `used`
-    bool [S]: tokens that are False go to no expert.
+    `noise` [S, E]: is added to the logits for the choice, not for the weights; see `gumbel`. `noisy_first=False`:
+    choose the first expert without noise. `normalize`: scale the weights of a token's accepted choices to the sum 1; by
+    default for k > 1. `used` bool [S]: tokens with False go to no expert.
 
     A pure function; `Routing.weight` is differentiable in `logits`. Raises `ValueError` for shapes that do not fit, for
-    more experts per token than there are, and for a capacity that drops everything.
+    k > E, and for a capacity that drops everything.
 
     >>> found = route(torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), capacity=0.5, min_capacity=1)
     >>> found.slot, found.counts

@@ -31,18 +31,18 @@ def attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attention of each query to the keys that a layout allows, at the cost of the tiles that it names.
+    """Attention of each query to the keys that a layout allows. Only tiles with allowed pairs are computed.
 
-    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, float64 or bfloat16; G heads of keys and values
-    divide H of queries. `layout`: a pattern (`sliding_window`, `documents`, .., with `&` and `|`); what `sparse.layout`
-    made of one; blocks that the step chooses (`chosen`); or a function (head, query, key) -> booleans of int64 tensors
-    that broadcast, which is evaluated once by tiles. `is_causal`: besides, no query looks behind its own place.
-    `scale`: of the scores, by default D ** -0.5. `dropout`: the part of the weights that is dropped; what is left
-    grows by 1 / (1 - dropout). Inside a loss function its draws come from the step's key.
+    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, float64 or bfloat16; H, the number of query
+    heads, is a multiple of G, that of key heads. `layout`: a pattern (`sliding_window`, `documents`, ..., combined with
+    `&` and `|`); the result of `sparse.layout`; blocks that the step chooses (`chosen`); or a function (head, query,
+    key) -> booleans, of int64 tensors that broadcast, which is evaluated once, tile by tile. `is_causal`: also forbid
+    keys after the query. `scale`: factor of the scores, by default D ** -0.5. `dropout`: the fraction of weights that
+    is dropped; the others are scaled by 1 / (1 - dropout). Inside a loss function, draws come from the step's key.
 
-    -> [B, H, L, E] in the dtype of `q`. A query without a key gets zeros, and gives no gradient. Gradients are those of
-    q, k and v; there is no second derivative, which raises `NotImplementedError`. Raises `TypeError` and `ValueError`
-    for tensors that do not fit each other, and a layout of other sizes.
+    -> [B, H, L, E] in the dtype of `q`. A query without an allowed key gets zeros, and has no gradient. Differentiable
+    once, in q, k and v; a second derivative raises `NotImplementedError`. Raises `TypeError` and `ValueError` for
+    tensors that do not fit each other, and a layout of other sizes.
 
     >>> from zerofn import sparse
     >>> x = torch.randn(1, 2, 100, 8)

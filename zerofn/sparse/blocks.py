@@ -11,7 +11,7 @@ from ..util.arguments import checked
 
 
 class Blocks(NamedTuple):
-    """For each block of queries the numbers of the blocks of keys that it looks at. Make one by `chosen`."""
+    """For each block of queries, the numbers of the blocks of keys that it attends to. `chosen` makes one."""
 
     numbers: Tensor
     block_q: int
@@ -20,12 +20,12 @@ class Blocks(NamedTuple):
 
 @checked()
 def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
-    """Return the blocks that an index names, for `attention`: they are computed in the step, such as by `topk`.
+    """Return a layout for `attention` from an index of blocks, which the step computes, for example by `topk`.
 
     `index` int32 or int64 [batch, heads, blocks of queries, k], or with 1 for the batch or the heads: numbers of blocks
-    of keys. -1 is no block, and a block that is named twice counts once. `block`: tokens of a block of keys.
-    `queries`: tokens of a block of queries, by default as many. There is no gradient through an index. A block that is
-    not there is refused on the CPU when attention is computed.
+    of keys. -1 means no block, and a repeated block counts once. `block`: number of tokens of a block of keys.
+    `queries`: number of tokens of a block of queries, by default the same. The index has no gradient. On the CPU,
+    attention refuses an index of a block that does not exist.
 
     Raises `TypeError` and `ValueError` for another dtype or shape, and for blocks of no token.
 

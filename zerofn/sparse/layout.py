@@ -19,12 +19,12 @@ _AT_ONCE = 1 << 20  # pairs of tokens that a pattern is asked about together
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Which tiles are computed. Make one by `zerofn.sparse.layout`.
+    """Which tiles are computed. `zerofn.sparse.layout` makes one.
 
-    `sizes`: of the heads (1 where all are alike), queries and keys. `tile`: its queries and keys. `status` int8 [heads,
-    tiles of queries, tiles of keys]: 0 none, 1 some, 2 all pairs of a tile are attended. `starts`, `runs`, `bits`: see
-    `zerofn.ops.block_attention.Keys`. `computed`, `attended`: pairs of tokens in all heads, those of the tiles and
-    those that count.
+    `sizes`: numbers of heads (1 if all heads are equal), queries and keys. `tile`: queries and keys of a tile. `status`
+    int8 [heads, tiles of queries, tiles of keys]: 0 none, 1 some, 2 all pairs of a tile are attended. `starts`, `runs`,
+    `bits`: see `zerofn.ops.block_attention.Keys`. `computed`, `attended`: numbers of pairs of tokens over all heads, in
+    computed tiles, and allowed by the pattern.
     """
 
     sizes: Sizes
@@ -57,10 +57,10 @@ class Layout:
 
 @checked()
 def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: int = 1) -> Layout:
-    """Return what a pattern allows, by tiles: it is asked about some at a time, never about all pairs of tokens.
+    """Evaluate a pattern by tiles, some tiles at a time, never for all pairs of tokens at once.
 
-    `queries`, `keys`: the tokens, by default of both as many. `heads`: of the queries; a pattern that is the same for
-    all makes a layout of one.
+    `queries`, `keys`: numbers of tokens; `keys` is by default equal to `queries`. `heads`: number of query heads; a
+    pattern that is the same for all heads makes a layout of one head.
 
     >>> from zerofn import sparse
     >>> sparse.layout(sparse.sliding_window(64) & sparse.causal, 256)

@@ -32,9 +32,9 @@ class Tiles(NamedTuple):
 
 
 class Pattern:
-    """Which keys each query looks at. `a & b`: what both allow; `a | b`: what either does.
+    """Which keys each query attends to. `a & b` allows pairs that both allow, `a | b` pairs that at least one allows.
 
-    `tile`: the most queries and keys of a tile with which the pattern costs what it allows.
+    `tile`: the largest number of queries and keys of a tile with which no pair is computed in vain.
     """
 
     tile = 64
@@ -244,8 +244,8 @@ causal = Causal()
 def pattern(function: Callable[..., Tensor]) -> Pattern:
     """Return a function as a pattern, for `&` and `|`.
 
-    `function(head, query, key)`: booleans from int64 tensors that broadcast against each other, by nothing else; it is
-    called once for each shape of attention, with the places of some tiles at a time.
+    `function(head, query, key)`: returns booleans from int64 tensors that broadcast against each other, and depends on
+    nothing else. It is called once for each shape of attention, with the positions of some tiles at a time.
 
     >>> even = pattern(lambda head, query, key: key % 2 == 0) & causal
     """
@@ -254,7 +254,7 @@ def pattern(function: Callable[..., Tensor]) -> Pattern:
 
 @checked()
 def sliding_window(window: int) -> Pattern:
-    """Query i looks at keys j with |i - j| < window. Raises `ValueError` for a window of no token.
+    """Query i attends to keys j with |i - j| < window. Raises `ValueError` for a window below 1.
 
     >>> recent = sliding_window(1024) & causal  # the last 1,024 tokens, its own among them
     """
@@ -263,8 +263,8 @@ def sliding_window(window: int) -> Pattern:
 
 @checked()
 def sinks(num: int) -> Pattern:
-    """All queries look at the first `num` keys (attention sinks, arXiv:2309.17453), those behind a query too: with a
-    decoder write `sinks(4) & causal`, or `is_causal=True`. Raises `ValueError` for no key.
+    """All queries attend to the first `num` keys (attention sinks, arXiv:2309.17453), also to keys after the query: for
+    a decoder, write `sinks(4) & causal`, or `is_causal=True`. Raises `ValueError` for `num` below 1.
 
     >>> streaming = (sinks(4) | sliding_window(1024)) & causal
     """
@@ -273,7 +273,7 @@ def sinks(num: int) -> Pattern:
 
 @checked()
 def prefix(num: int) -> Pattern:
-    """The first `num` tokens look at each other. Raises `ValueError` for no token.
+    """The first `num` tokens attend to each other. Raises `ValueError` for `num` below 1.
 
     >>> prefix_lm = prefix(128) | causal
     """

@@ -87,11 +87,11 @@ class Padding(Pattern):
 
 @checked()
 def documents(cu_seqlens: Tensor) -> Pattern:
-    """Tokens look at those of their own document alone: several documents are packed into a row.
+    """Tokens attend only to tokens of their own document, if several documents are packed into a row.
 
-    `cu_seqlens` int [documents + 1], the same for all rows of a batch, or [rows, documents + 1]: where documents begin,
-    0 first, and where the last one ends; equal numbers are documents without a token. It may be a part of a step's
-    batch. Tokens behind the last end look at nothing, and nothing looks at them.
+    `cu_seqlens` int [documents + 1], the same for all rows of a batch, or [rows, documents + 1]: the positions where
+    documents begin, the first 0, and where the last one ends; equal numbers are empty documents. It may be part of a
+    step's batch. Tokens after the last end attend to nothing, and no token attends to them.
 
     Raises `TypeError` and `ValueError` for another dtype or shape, and, of a value that is known, for numbers that do
     not increase from 0.
@@ -112,12 +112,12 @@ def documents(cu_seqlens: Tensor) -> Pattern:
 
 @checked()
 def padding(mask: Tensor) -> Pattern:
-    """All keys but padding: no token looks at it.
+    """All keys except padding: no token attends to padding.
 
     `mask` [rows or 1, keys], booleans or integers as tokenizers return them (`attention_mask`): false or 0 is padding,
-    at either end of a row or between its tokens. It may be a part of a step's batch, and goes with other patterns by
-    `&`. A tile of keys that is all padding costs nothing. Tokens that are padding themselves look at those that are
-    none.
+    at either end of a row or between its tokens. It may be part of a step's batch, and can be combined with other
+    patterns by `&`. A tile of keys that is all padding costs nothing. Padding tokens attend to tokens that are not
+    padding.
 
     Raises `TypeError` and `ValueError` for numbers with a fraction, and another shape.
 

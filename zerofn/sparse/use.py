@@ -31,17 +31,18 @@ _AROUND = torch.nn.functional.multi_head_attention_forward
 
 @checked("model", "layers")
 def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None = None) -> nn.Module:
-    """Let a model's attention go by a layout, and return the model.
+    """Give a model's attention a layout, and return the model.
 
-    `model`: its layers call `torch.nn.functional.scaled_dot_product_attention`, as those of transformers do with
-    `attn_implementation="sdpa"`. `layout`: what `sparse.attention` takes; None for the model's own attention again. The
-    model's `is_causal`, scale and dropout stay. `layers`: numbers of the attention layers, in the order of
-    `model.modules()`; all of them, if it is left out. A further call is about its own layers alone. The layout may be
-    one of the step's batch, if the step itself says `use`.
+    `model`: its layers call `torch.nn.functional.scaled_dot_product_attention`, as transformers' do with
+    `attn_implementation="sdpa"`. `layout`: as for `sparse.attention`; None restores the model's own attention. The
+    model's `is_causal`, scale and dropout stay. `layers`: numbers of attention layers, in the order of
+    `model.modules()`; by default all. Another call changes only the layers that it names. A layout may depend on the
+    step's batch, if the step itself calls `use`.
 
-    A mask of the model's own (padding, packed rows, a window) besides the layout raises `ValueError` when attention is
-    called, unless it is a triangle or hides nothing; so do layers that compute attention by other means, and other
-    numbers of keys than queries. Raises `ValueError` for a model without such layers, and numbers of others.
+    When attention is called, raises `ValueError` if the model passes its own mask (padding, packed rows, a window),
+    unless the mask is a triangle or hides nothing, if a layer computes attention in another way, or if the numbers of
+    keys and queries differ. Raises `ValueError` for a model without such layers, and for numbers of layers that do not
+    exist.
 
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
     >>> from zerofn import sparse
