@@ -35,7 +35,7 @@ _NO_NAME = "masks and labels receive a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
-    """A logical leaf, as functions for masks and labels see it; never a flat shard."""
+    """A logical leaf, the argument of functions for masks and labels; never a flat shard."""
 
     name: str
     shape: tuple[int, ...]

@@ -62,14 +62,13 @@ def layer(
     `params`: "gate", the weight [E, d]; "experts", a tree of tensors [E / size, ...]; and for residual experts (PR-MoE)
     "mlp", a tree like one expert's, and "coefficient", the "weight" [2, d] and "bias" [2] that mix both outputs. `x`
     [..., d]: this rank's tokens. `experts(params, rows)`: [E / size, n, d] -> [E / size, n, d'], usually `torch.vmap`
-    of a function of one expert; empty rows are zeros. `axis`: the ranks over which experts are divided, see `dispatch`;
-    all must call it, with equal shapes.
+    of a function of one expert; empty rows are zeros. `axis`: see `dispatch`; all its ranks must call it, with equal
+    shapes.
 
     `k`, `capacity`, `min_capacity`, `normalize`, `used` bool [...]: see `route`; `priority` also "random". `epsilon`:
-    the argument of `jitter` for the gate's input. `sample`: draw experts by their probabilities, "all" of them or the
-    "others" after the first. These three draw from `key`, with this rank's part of the batch folded in; see `gumbel`.
-    `balance`: which choices the load-balance loss counts, "all" or the "first"; `balance_axis`: see
-    `load_balance_loss`.
+    of `jitter` for the gate's input. `sample`: draw experts by their probabilities, "all" or the "others" after the
+    first. All three draw from `key`, with this rank's part of the batch folded in; see `gumbel`. `balance`: which
+    choices the load-balance loss counts, "all" or the "first"; `balance_axis`: see `load_balance_loss`.
 
     -> y [..., d'] in the dtype of the experts' output, and `Aux`. A pure function, differentiable to every order.
     Raises `ValueError` for shapes that do not fit, unknown words, and a missing key.

@@ -36,7 +36,7 @@ class Apply(Protocol):
 
 @dataclass(frozen=True)
 class Fused:
-    """How a transformation takes part in a step that passes over memory once.
+    """How a transformation is fused with others into one pass over memory.
 
     `apply`: a whole step in one call, see `Apply`. `factor(grads, factor so far) -> factor`: for a transformation that
     only multiplies by a scalar. `by_runs`: whether `apply` leaves the padding between a shard's leaves unchanged.
@@ -49,11 +49,11 @@ class Fused:
 
 @dataclass(frozen=True)
 class About:
-    """What a transformation says about itself.
+    """Description of a transformation.
 
     `name` and `args`: for its repr; two transformations are equal if both are. `label(leaf)`: a hashable; leaves with
-    equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `phase(count)`: the kind
-    of step behind so many applied updates, for one that has several kinds, see `phases`.
+    equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `phase(count)`: for a
+    transformation with several phases, the phase after `count` applied updates, see `phases`.
     """
 
     name: str = ""

@@ -22,8 +22,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
     `max_norm` is positive.
 
-    Before an optimizer that adds gradients over ranks itself, such as `onebit_adam` once it sends codes, the norm is
-    the root of the mean over ranks of their squared norms, which is at least that of the mean.
+    Before an optimizer that averages gradients over ranks itself, such as `onebit_adam` after its freeze step, the norm
+    is the root of the mean over ranks of their squared norms, which is at least the norm of the mean.
     """
     checks.number("clip_by_global_norm", 0.0, above=True, max_norm=max_norm)
 

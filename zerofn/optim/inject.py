@@ -64,14 +64,14 @@ def inject_hyperparams(
         ...
         state = state.replace(opt_state=state.opt_state.with_hyperparams(learning_rate=1e-4))
 
-    Of ZeroFn's own transformations, only the arguments that take a schedule are injected, such as learning rates.
-    The others are constants of their kernels. Of a factory of your own, all floats and functions are injected,
-    except masks and the like and those named in `static_args`. The factory is called with float64 scalar tensors in
-    their place.
+    For ZeroFn's transformations, only arguments that accept a schedule are injected, such as learning rates; the others
+    are constants of kernels. For your own factory, all floats and functions are injected, except masks and similar
+    functions, and arguments named in `static_args`. The factory is called with float64 scalar tensors for injected
+    arguments.
 
-    A function is a schedule of the count of applied updates. The state shows its values, and setting one has no
-    effect. Raises `ValueError` for a name in `static_args` that is no argument, `TypeError` for a schedule in place
-    of a constant.
+    A function is a schedule of the count of applied updates. The state shows its values, and setting such a value has
+    no effect. Raises `ValueError` for a name in `static_args` that is not an argument, `TypeError` for a schedule as
+    the value of a constant.
 
     >>> from zerofn import optim
     >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)

@@ -19,7 +19,7 @@ from .select import select
 class MaskedState(NamedTuple):
     """The state of `masked`.
 
-    `inner_state`: the state of the inner transformation, for the selected leaves alone.
+    `inner_state`: the state of the inner transformation, for the selected leaves only.
     """
 
     inner_state: Any

@@ -16,7 +16,7 @@ from .groups import MaskedTransformation, apply_groups, init_groups, update_grou
 class MultiTransformState(NamedTuple):
     """The state of `multi_transform`.
 
-    `inner_states`: label -> the state of its transformation, for its leaves alone.
+    `inner_states`: label -> the state of its transformation, for its leaves only.
     """
 
     inner_states: dict[Hashable, Any]

@@ -30,11 +30,11 @@ from .phases import CODED, EXACT, Phase, PhasedState
 class OneBitState(PhasedState):
     """The state of optimizers that send one bit an element.
 
-    `count`, `nu_count`: applied updates, and those of them that have changed `nu`; int64 scalars. `mu`, `nu`: Adam's
-    averages, in the parameters' structure and dtype. `worker_error`: what the codes that a rank has sent have left out,
-    an entry [*shape] for each rank: leaves [ranks, *shape]. `server_error`: what the codes of the sums have left out,
-    in the parameters' structure, cut over ranks at every stage. Both in float32 at least. `phase`: the kind of its
-    next step, part of the treedef: "exact" or "coded".
+    `count`, `nu_count`: number of applied updates, and of those that changed `nu`; int64 scalars. `mu`, `nu`: Adam's
+    averages, in the parameters' structure and dtype. `worker_error`: the errors of the signs that a rank sent, one
+    entry [*shape] for each rank: leaves [ranks, *shape]. `server_error`: the errors of the sums' signs, in the
+    parameters' structure, sharded at every stage. Both in float32 or float64. `phase`: the kind of its next step, part
+    of the treedef: "exact" or "coded".
     """
 
     count: Tensor

@@ -55,26 +55,26 @@ def onebit_adam(
     *,
     freeze_step: int,
 ) -> GradientTransformation:
-    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888, Algorithm 1): `adamw`, and from update `freeze_step` on ranks
-    send one bit an element.
+    """1-bit Adam (Tang et al. 2021, arXiv:2102.02888, Algorithm 1): `adamw` until update `freeze_step`; after it, ranks
+    send one bit for each element.
 
-    Up to then it is `optim.adamw`, bit for bit, and gradients are added over ranks as ever. Then v stays as it is, and
-    each rank sends the signs of its part of the momentum, b1 / ranks * m + (1 - b1) * g / ranks, with one scale for
-    2,048 elements: 1/31.75 of float32. What they leave out it adds to what it sends next, and so does the owner of each
-    shard with the sum. Steps are p -= learning_rate * (m' / (sqrt(v') + eps) + weight_decay * p), where m' and v' are
-    bias-corrected, v' by the number of updates it has had. An element without a gradient up to `freeze_step` has no v,
-    and is moved by weight decay alone. In the first of these steps m is rounded to signs, too, and what they lack comes
-    with the next ones; the paper has it exact there.
+    Until `freeze_step` it is `optim.adamw`, bit for bit, and gradients are averaged over ranks as usual. After it, v is
+    constant, and each rank sends the signs of its part of the momentum, b1 / ranks * m + (1 - b1) * g / ranks, with one
+    scale for 2,048 elements: 1/31.75 of float32's bytes. The rank adds the error of the signs to the values that it
+    sends next, and the owner of each shard does the same with the sum. Steps are p -= learning_rate * (m' / (sqrt(v') +
+    eps) + weight_decay * p), where m' and v' are bias-corrected, v' by the number of its updates. An element that had
+    no gradient until `freeze_step` has v = 0, and only weight decay changes it. In the first step with signs, m is also
+    rounded to signs, and later steps add its error; in the paper, m is exact in this step.
 
-    Beside m and v its state takes 4 bytes a parameter for what each rank's signs have left out, on every rank and at
-    every stage, and 4 / ranks for what the sums' signs have. At stages 1 to 3, m and v are cut over ranks, and
-    parameters are gathered as always (see `zerofn.Wire`); every stage has the bits of stage 0. On one rank, and for
-    plain parameters, nothing is sent and nothing is left out.
+    In addition to m and v, the state needs for each parameter 4 bytes on every rank and at every stage, for the errors
+    of this rank's signs, and 4 / ranks bytes for the errors of the sums' signs. At stages 1 to 3, m and v are sharded,
+    and parameters are gathered as usual (see `zerofn.Wire`); every stage has the bits of stage 0. With one rank, and
+    for plain parameters, nothing is sent or rounded.
 
-    Gradients come from `state.value_and_grad`, which leaves them apart on ranks. Before it in a `chain` may stand what
-    multiplies all of them by one number: `clip_by_global_norm` clips by the root of the mean over ranks of their
-    squared norms, since the norm of the mean is not known. `mask`, `lr_scale`: as in `adamw`. Raises `ValueError` for
-    hyperparameters out of range.
+    Gradients must come from `state.value_and_grad`, which does not average them over ranks. In a `chain`, only
+    transformations that multiply all gradients by one number may come before it: `clip_by_global_norm` clips by the
+    root of the mean over ranks of their squared norms, since the norm of the mean is not known. `mask`, `lr_scale`: as
+    in `adamw`. Raises `ValueError` for hyperparameters out of range.
 
     >>> from zerofn import optim
     >>> optim.onebit_adam(1e-3, freeze_step=1000)

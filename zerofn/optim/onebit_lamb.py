@@ -48,9 +48,9 @@ from .trust_ratio import scale_leaves
 class OneBitLambState(OneBitState):
     """The state of `onebit_lamb`: the fields of `OneBitState`, and three more.
 
-    `fresh_nu`: the average of squares that goes on behind the freeze step, of gradients that follow from the momentum.
-    `coefficients` [leaves]: the average of LAMB's ratio of norms of each leaf up to there. `ratios` [leaves]: what they
-    were last multiplied by.
+    `fresh_nu`: the average of squares of gradients that are reconstructed from the momentum, also updated after the
+    freeze step. `coefficients` [leaves]: for each leaf the average of LAMB's ratio of norms until the freeze step.
+    `ratios` [leaves]: the last factors of these coefficients.
     """
 
     fresh_nu: Any
@@ -95,16 +95,17 @@ def onebit_lamb(
 ) -> GradientTransformation:
     """1-bit LAMB (Li et al. 2021, arXiv:2104.06069, Algorithm 1).
 
-    Up to update `freeze_step` it is LAMB: each leaf's update u = m' / (sqrt(v') + eps) + weight_decay * p is multiplied
-    by |p| / |u|, in [`min_coeff`, `max_coeff`]; the average of these, with decay `coeff_beta`, is kept. From then on
-    ranks send signs as those of `onebit_adam` do, v stays as it is, and the average is multiplied by the largest ratio
-    of its denominator to that of gradients which follow from the momentum: in [`factor_min`, `factor_max`], and at most
-    `factor_threshold` of itself farther than in the step before. All averages are bias-corrected.
+    Until update `freeze_step` it is LAMB: each leaf's update u = m' / (sqrt(v') + eps) + weight_decay * p is multiplied
+    by |p| / |u|, clamped to [`min_coeff`, `max_coeff`], and the state averages these coefficients with decay
+    `coeff_beta`. After it, ranks send signs as in `onebit_adam`, v is constant, and the leaf's coefficient is its
+    average times a factor: the largest ratio of the constant denominator to a denominator from gradients that are
+    reconstructed from the momentum. The factor is clamped to [`factor_min`, `factor_max`], and changes in one step by
+    at most the fraction `factor_threshold`. All averages are bias-corrected.
 
-    Momenta of leaves are not scaled before they are sent, as in the paper: each 2,048 elements have their own scale.
-    State, memory, what may stand before it in a chain and what is sent: as `onebit_adam`, and 4 bytes a parameter more,
-    cut as v is. `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises `ValueError` for hyperparameters
-    out of range.
+    Unlike the paper, momenta of leaves are not scaled before they are sent: each 2,048 elements have their own scale.
+    State, memory, bytes and rules for a chain are those of `onebit_adam`, plus 4 bytes for each parameter, sharded like
+    v. `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises `ValueError` for hyperparameters out of
+    range.
 
     >>> from zerofn import optim
     >>> tx = optim.onebit_lamb(1e-3, freeze_step=1000)

@@ -25,7 +25,7 @@ class ScaleByScheduleState(NamedTuple):
 
 @known_arguments
 def scale(step_size: float) -> GradientTransformation:
-    """Multiply by `step_size`. Raises `TypeError` if it is no number."""
+    """Multiply by `step_size`. Raises `TypeError` if it is not a number."""
     checks.number("scale", step_size=step_size)
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
@@ -41,7 +41,7 @@ def scale(step_size: float) -> GradientTransformation:
 def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     """Multiply by `step_size_fn(count)`, where `count` is the number of applied updates, an int64 scalar tensor.
 
-    Raises `TypeError` if `step_size_fn` is no function.
+    Raises `TypeError` if `step_size_fn` is not a function.
     """
     if not callable(step_size_fn):
         raise TypeError(

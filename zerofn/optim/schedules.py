@@ -41,7 +41,7 @@ class Schedule:
 
 @known_arguments
 def constant_schedule(value: float) -> Schedule:
-    """`value` at every count. Raises `TypeError` if it is no number."""
+    """`value` at every count. Raises `TypeError` if it is not a number."""
     checks.number("constant_schedule", value=value)
     return Schedule("constant_schedule", (value,), lambda count: torch.full_like(count, value))
 
@@ -53,7 +53,7 @@ def polynomial_schedule(
     """A polynomial from `init_value` to `end_value`: (init - end) * (1 - t / transition_steps)^power + end.
 
     t is count - transition_begin, clamped to [0, transition_steps]. With `transition_steps` <= 0 the value stays
-    `init_value`. Raises `TypeError` for an argument that is no number.
+    `init_value`. Raises `TypeError` for an argument that is not a number.
     """
     checks.number("polynomial_schedule", init_value=init_value, end_value=end_value, power=power)
     checks.number("polynomial_schedule", transition_steps=transition_steps, transition_begin=transition_begin)
@@ -163,7 +163,7 @@ def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence
     """One schedule after the other.
 
     From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless
-    there is one boundary less than there are schedules, `TypeError` for an entry that is no function.
+    there is one boundary less than there are schedules, `TypeError` for an entry that is not a function.
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(
