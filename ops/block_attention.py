@@ -111,6 +111,7 @@ def _described(tensors: Mapping[str, Tensor], keys: Keys, scale: float, dropped:
     else:
         assert keys.starts is not None and keys.runs is not None
         a.starts, a.runs, a.layout_heads = keys.starts.data_ptr(), keys.runs.data_ptr(), len(keys.starts)
+        assert keys.starts.shape[1] == -(-a.num_q // a.block_q) + 1  # the library reads as many
         a.most_runs = max([1, *keys.starts.diff().flatten().tolist()])
         a.bits = None if keys.bits is None else keys.bits.data_ptr()
     if keys.spans is not None:

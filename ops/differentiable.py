@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch_compat import takes_forward_derivative
 from .registry import Traits, define, library
 
 
@@ -40,8 +42,9 @@ def define_differentiable(
         define_differentiable(gated, swiglu, lambda gate, up: gate.new_empty(gate.shape),
                               Derivative(swiglu_backward, by=by, saves=by, traits=traits), traits=traits)
 
-    There is no second derivative: asking for one raises `NotImplementedError`. Raises `ValueError` for a name that is
-    not in the schema, and without `fake` for an argument of `by` that is not saved.
+    There is no second derivative, and none in forward mode (`torch.func.jvp`), where torch would take zeros: asking for
+    one raises `NotImplementedError`. Raises `ValueError` for a name that is not in the schema, and without `fake` for
+    an argument of `by` that is not saved.
     """
     name, arguments, results = _names_of(schema)
     by, saves = derivative.by, derivative.saves
@@ -61,9 +64,24 @@ def define_differentiable(
 
     takes = ", ".join([*(f"Tensor grad{k}" for k in range(len(results))), *(declared[x] for x in saves)])
     gives = f"({', '.join(['Tensor'] * len(by))})" if len(by) > 1 else "Tensor"
-    define(schema, run, fake, traits=traits)
-    define(f"{name}_backward({takes}) -> {gives}", derivative.run, derivative.fake or alike, traits=derivative.traits)
+    define(schema, _in_reverse(name, run), _in_reverse(name, fake), traits=traits)
+    backward = [_in_reverse(name, x) for x in (derivative.run, derivative.fake or alike)]
+    define(f"{name}_backward({takes}) -> {gives}", *backward, traits=derivative.traits)
     _connect(name, arguments, results, derivative)
+
+
+def _in_reverse(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, which refuses to be called while a forward-mode derivative is taken."""
+
+    @functools.wraps(run)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if takes_forward_derivative():
+            raise NotImplementedError(
+                f"zerofn::{name} has no forward-mode derivative; use torch.func.vjp or grad in place of jvp."
+            )
+        return run(*args, **kwargs)
+
+    return called
 
 
 def _names_of(schema: str) -> tuple[str, dict[str, str], dict[str, str]]:

@@ -299,6 +299,11 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def takes_forward_derivative() -> bool:
+    """Whether a forward-mode derivative is being taken: by `torch.func.jvp`, or inside a `dual_level`."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def functorch_level() -> int:
     """How many `torch.func` transforms are being applied right now, by the number of the innermost; 0 if none is."""
     innermost = torch._C._functorch.peek_interpreter_stack()

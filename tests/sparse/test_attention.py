@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import zerofn
 from tests.sparse.dense import attended, inputs, same_as_dense
 from zerofn import sparse
 from zerofn.ops import native
@@ -27,7 +28,7 @@ def document_mask(ends, num):
 def cases(num):
     """name -> (pattern, its mask)"""
     i, j = places(num)
-    ends = [0, 5, 5, num // 2, num // 2 + 1, num - 3]
+    ends = sorted(max(0, min(x, num)) for x in (0, 5, 5, num // 2, num // 2 + 1, num - 3))
     cut = torch.tensor(ends)
     window = (i - j).abs() < 9
     stripes = lambda head, query, key: (query // 7 + key // 5 + head) % 3 == 0  # noqa: E731
@@ -60,8 +61,6 @@ NAMES = list(cases(4))
 @pytest.mark.parametrize("num", [1, 63, 64, 150, 257])
 @pytest.mark.parametrize("name", NAMES)
 def test_patterns_are_their_masks(name, num):
-    if num < 10 and "documents" in name or num < 10 and name == "two cuts":
-        pytest.skip("its documents are longer")
     pattern, mask = cases(num)[name]
     same_as_dense(inputs(queries=num), lambda q, k, v: sparse.attention(q, k, v, pattern), mask, EXACT)
 
@@ -117,6 +116,42 @@ def test_each_instruction_set_and_torch_hide_padding(isa, monkeypatch):
         given = inputs(queries=100, width=24, values=16, dtype=dtype)
         attend = lambda q, k, v: sparse.attention(q, k, v, sparse.padding(there) & sparse.causal)  # noqa: E731
         same_as_dense(given, attend, (j <= i) & there[:, None, None], tolerance)
+
+
+def test_an_index_of_no_block_gives_zeros():
+    q, k, v, _ = inputs(queries=64)
+    none = sparse.chosen(torch.zeros(1, 1, 4, 0, dtype=torch.int64), 16)
+    assert not sparse.attention(q, k, v, none).any()
+
+
+def test_there_is_no_derivative_in_forward_mode():
+    q, k, v, _ = inputs(queries=64)
+
+    def along(x):
+        return torch.func.jvp(lambda x: sparse.attention(x, k, v, sparse.causal), (x,), (x,))[1]
+
+    for run in (lambda: along(q), lambda: zerofn.compile(lambda _, x: {"out": along(x)})(None, q.detach())):
+        with pytest.raises((NotImplementedError, zerofn.CaptureError), match="has no forward-mode derivative"):
+            run()
+
+
+def test_a_function_counts_as_it_reads_now():
+    class Model:
+        window = 9
+
+    own, window = Model(), 9
+
+    def near(head, query, key):
+        return (query - key).abs() < window
+
+    functions = [near, lambda head, query, key: (query - key).abs() < own.window]
+    *qkv, grad = inputs(queries=100)
+    (i, j) = places(100)
+    for window in (9, 3):
+        own.window = window
+        for function in functions:
+            attend = lambda q, k, v, f=function: sparse.attention(q, k, v, f)  # noqa: E731
+            same_as_dense((*qkv, grad), attend, (i - j).abs() < window, EXACT)
 
 
 def test_keys_of_other_tokens_may_be_padding():
@@ -269,6 +304,13 @@ def test_there_is_no_second_derivative():
         (lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 3, 2, 40]))), "must increase from 0"),
         (lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 41]))), "ends at 41, but a row has only 40"),
         (lambda q, k, v: (q, k, v, sparse.documents(torch.zeros(3, 2).long())), "has 3 rows, but the batch has 2"),
+        (
+            lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 50, 41])) | sparse.causal),
+            "must increase from 0",
+        ),
+        (lambda q, k, v: (q, k, v, sparse.documents(torch.tensor([0, 41])) | sparse.causal), "ends at 41, but a row"),
+        (lambda q, k, v: (q[..., :0], k[..., :0], v, sparse.causal), "at least one head and a width of 1"),
+        (lambda q, k, v: (q, k, v, torch.ones(40, 40).bool()), "write sparse.pattern"),
         (lambda q, k, v: (q, k, v, sparse.padding(torch.ones(3, 40).long())), r"expected a mask \[2 or 1, 40\]"),
         (
             lambda q, k, v: (q, k, v, sparse.padding(torch.ones(2, 40).bool()) | sparse.causal),

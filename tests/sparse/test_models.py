@@ -280,6 +280,9 @@ IN_PARTS = {
     "padding, spread": lambda b: b["kept"][:, None, None].expand(2, 1, N, N) & lower(),
     "padding and a triangle": lambda b: lower() & b["kept"][:, None, None],
     "padding on the left, and a window": lambda b: lower().triu(-5) & b["kept"].flip(1)[:, None, None],
+    "padding in one row": lambda b: b["kept"][:, None, None].expand(2, 1, 1, N),
+    "a constant row": lambda b: torch.arange(N)[None] % 5 > 0,
+    "a constant row, and padding": lambda b: (torch.arange(N) % 5 > 0)[None, None, None] & b["kept"][:, None, None],
     "padding and documents": lambda b: pairs(numbers(b)) & b["kept"][:, None, None] & lower(),
 }
 AS_THEY_ARE = {

@@ -153,6 +153,27 @@ def test_what_a_layout_would_not_be_true_of_is_refused(name, captured):
     assert not in_use()
 
 
+def test_cross_attention_is_refused_for_rows_of_equal_length():
+    layer, x = sparse.use(nn.TransformerDecoderLayer(16, 4, batch_first=True), PATTERN), torch.randn(1, 50, 16)
+    with pytest.raises(ValueError, match=r"layer 'multihead_attn'.* \(cross attention\).*Leave this layer out"):
+        layer(x, x.clone())
+    layer = sparse.use(nn.TransformerDecoderLayer(16, 4, batch_first=True), PATTERN, layers=[0])
+    assert layer(x, x.clone()).shape == x.shape
+
+
+def test_torchs_fast_path_is_left():
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(16, 4, dropout=0.0, batch_first=True).eval(), torch.randn(1, 50, 16)
+    dense = layer(x)
+    sparse.use(layer, PATTERN)
+    expected = layer(x)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        assert not torch.allclose(expected, dense)
+        torch.testing.assert_close(sparse.use(layer, None)(x), dense)
+    assert not layer.self_attn._forward_pre_hooks
+
+
 def test_mistakes_are_sentences():
     with pytest.raises(ValueError, match="no layer of Linear calls"):
         sparse.use(nn.Linear(2, 2), PATTERN)
@@ -163,7 +184,7 @@ def test_mistakes_are_sentences():
     with pytest.raises(TypeError, match="layout must be a pattern"):
         sparse.use(llama(), 3)
     layer, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(1, 50, 16)
-    with pytest.raises(ValueError, match="50 queries and 40 keys"):
+    with pytest.raises(ValueError, match="cross attention"):
         sparse.use(layer, PATTERN)(x, x[:, :40], x[:, :40], need_weights=False)
     with pytest.raises(ValueError, match="the layout was made for 3 heads"):
         draws = sparse.layout(sparse.pattern(lambda h, q, k: (k - q).abs() < h + 2), 50, heads=3)

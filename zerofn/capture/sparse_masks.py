@@ -99,7 +99,12 @@ class _Documents(NamedTuple):
 
 def attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor | None:
     """Return attention to what a mask of a trace allows; None where torch's own is as fast, or more hidden."""
-    found = looked_at_once(mask, "_zerofn_sparse_masks", _allowed) if _fits(q, k, v, mask) else None
+    if not _fits(q, k, v, mask):
+        return None
+    sizes = Sizes(1, q.shape[2], k.shape[2])  # a mask may have one row for all queries
+    found = looked_at_once(
+        mask, f"_zerofn_sparse_masks_{sizes.queries}", lambda values, node: _allowed(values, node, sizes)
+    )
     if found is None:
         return None
     if found.numbers is not None and "spans" not in found.made:
@@ -129,6 +134,8 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     if mask.dtype not in (torch.bool, q.dtype):  # torch reads it as of that dtype
         return False
     of_rows = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
+    if mask.dim() < 2 or mask.shape[-1] != k.shape[2] or mask.shape[-2] not in (1, q.shape[2]):
+        return False
     wide = mask.shape[-4:-2]  # [.., heads]
     return of_rows and all(n in (1, own) for n, own in zip(reversed(wide), (q.shape[1], q.shape[0]), strict=False))
 
@@ -158,8 +165,8 @@ def _pays(tiles: Layout, hides_more: bool) -> bool:
 # --- a mask's factors ----------------------------------------------------------------------------
 
 
-def _allowed(values: Values, node: Node) -> Allowed | None:
-    queries, keys = node.meta["val"].shape[-2:]
+def _allowed(values: Values, node: Node, sizes: Sizes) -> Allowed | None:
+    _, queries, keys = sizes
     factors = _factors(values, node)
     if values.is_written(node) or any(values.is_written(x.node) for x in factors):
         return None
@@ -179,7 +186,7 @@ def _allowed(values: Values, node: Node) -> Allowed | None:
             padding.append(factor.node)
         else:
             return None
-    tiles = _tiles(patterns, Sizes(1, queries, keys), own is not None)
+    tiles = _tiles(patterns, sizes, own is not None)
     if tiles is None or not _pays(tiles, own is not None or bool(padding)):
         return None
     return Allowed(tiles, None if own is None else own.numbers, tuple(padding), {})

@@ -29,6 +29,7 @@ class Chunks:
     of: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "of", tuple(map(tuple, self.of)))
         named = sorted(itertools.chain.from_iterable(self.of))
         if not named or named != list(range(len(named))) or len({len(mine) for mine in self.of}) != 1:
             raise ValueError(

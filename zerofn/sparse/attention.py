@@ -15,7 +15,7 @@ from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
 from .patterns import Both, Causal, Everything, Function, Pattern, Sizes
-from .rows import Documents, Padding, Spans
+from .rows import Documents, Padding, Spans, check_ends
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -114,6 +114,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
             "sparse.attention: expected q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], got "
             f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}."
         )
+    if 0 in (q.shape[1], k.shape[1], q.shape[3]):
+        raise ValueError(
+            f"sparse.attention: q, k and v need at least one head and a width of 1, got {list(q.shape)} and "
+            f"{list(k.shape)}."
+        )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             "sparse.attention: the number of heads of queries must be a multiple of the number of heads "
@@ -160,10 +165,21 @@ def pattern_of(what: object) -> Pattern:
         return what
     if not callable(what):
         raise TypeError(
-            "sparse.attention: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
-            f"{type(what).__name__}. For an index tensor, write sparse.chosen(index, block)."
+            "sparse: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
+            f"{type(what).__name__}. {_instead_of(what)}"
         )
     return Function(what)
+
+
+def _instead_of(what: object) -> str:
+    """Return a sentence that says what to write in place of something that is no pattern."""
+    if isinstance(what, Tensor) and what.dtype == torch.bool:
+        return "For a mask [queries, keys], write sparse.pattern(lambda head, query, key: mask[query, key])."
+    if isinstance(what, Tensor):
+        return "For an index tensor, write sparse.chosen(index, block)."
+    if isinstance(what, Layout | Blocks):
+        return "Only a pattern is known by positions, as needed here."
+    return "Write sparse.causal, for example."
 
 
 def known_part(
@@ -188,9 +204,13 @@ def _factors(x: Pattern) -> list[Pattern]:
     return [*_factors(x.a), *_factors(x.b)] if isinstance(x, Both) else [x]
 
 
-@functools.lru_cache(maxsize=64)
 def known(pattern: Pattern, sizes: Sizes) -> Layout:
-    """Return a pattern's layout, made once."""
+    """Return a pattern's layout, made once while its functions read the same values."""
+    return _known(pattern, sizes, pattern.facts())
+
+
+@functools.lru_cache(maxsize=64)
+def _known(pattern: Pattern, sizes: Sizes, facts: tuple[object, ...]) -> Layout:
     with plain_dispatch():
         return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
 
@@ -262,19 +282,10 @@ def _check_documents(of: Documents, batch: int, num: int) -> None:
         check_ends(ends, num)
 
 
-def check_ends(ends: Tensor, num: int) -> None:
-    """Raise `ValueError` unless documents begin at 0, are in order, and end in a row of `num` tokens."""
-    rows = ends if ends.dim() == 2 else ends[None]
-    if bool((rows[:, 0] != 0).any()) or bool((rows.diff(dim=1) < 0).any()):
-        raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {ends.tolist()}.")
-    if bool((rows[:, -1] > num).any()):
-        raise ValueError(
-            f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, but a row has only {num} tokens."
-        )
-
-
 def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool, part: Part | None) -> tuple[Keys, int]:
     index, num = what.numbers, -(-sizes.queries // what.block_q)
+    if not index.shape[-1]:  # no block for any query
+        index = torch.nn.functional.pad(index, (0, 1), value=-1)
     if part is not None and index.shape[1] == part.sizes.heads:
         index = index.narrow(1, part.first_head, sizes.heads)
     if index.shape[0] not in (1, batch) or index.shape[1] not in (1, sizes.heads) or index.shape[2] != num:

@@ -67,6 +67,10 @@ def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: in
     Layout of 256 queries and 256 keys, all heads: 7 of 16 tiles of 64, 43.8 % of the pairs
     """
     sizes = Sizes(heads, queries, queries if keys is None else keys)
+    if min(sizes) < 1:
+        raise ValueError(
+            f"sparse.layout: queries={queries}, keys={sizes.keys} and heads={heads} must all be 1 or more."
+        )
     tile = tile_of(pattern)
     tiles = _tiles(sizes, tile)
     status, bits, rows, in_part = _asked(pattern, sizes, tiles, tile)

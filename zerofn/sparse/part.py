@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class OfPart(Pattern):
     def tile(self) -> int:  # type: ignore[override]
         """The whole's."""
         return self.pattern.tile
+
+    def facts(self) -> tuple[Any, ...]:
+        """Those of the pattern."""
+        return self.pattern.facts()
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """By the places in the whole."""

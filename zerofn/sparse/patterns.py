@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..util.arguments import checked
+from .outside import read_outside
 
 NONE, PARTIAL, FULL = 0, 1, 2  # of a tile's pairs are allowed; & is the least of two, and | the greatest
 
@@ -49,6 +50,10 @@ class Pattern:
         """
         return torch.full((1, len(tiles.q0), tiles.k0.shape[1]), PARTIAL, dtype=torch.int8)
 
+    def facts(self) -> tuple[Any, ...]:
+        """Return what the pattern depends on beside itself: what functions read outside. Hashable."""
+        return ()
+
     def __and__(self, other: Pattern) -> Pattern:
         """What both allow."""
         return Both(self, _pattern(other))
@@ -60,7 +65,10 @@ class Pattern:
 
 def _pattern(x: object) -> Pattern:
     if not isinstance(x, Pattern):
-        raise TypeError(f"sparse: & and | combine patterns, got {x!r}. For a function, write sparse.pattern(f).")
+        raise TypeError(
+            f"sparse: & and | combine patterns, got {type(x).__name__}. For a function, write sparse.pattern(f); with "
+            "sparse.chosen(index, block), write is_causal=True."
+        )
     return x
 
 
@@ -70,16 +78,23 @@ def statuses(full: Tensor, none: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Both(Pattern):
-    """What two patterns allow."""
-
+class _OfTwo(Pattern):
     a: Pattern
     b: Pattern
+
+    def facts(self) -> tuple[Any, ...]:
+        """Those of both."""
+        return self.a.facts(), self.b.facts()
 
     @property
     def tile(self) -> int:  # type: ignore[override]
         """The smaller one."""
         return min(self.a.tile, self.b.tile)
+
+
+@dataclass(frozen=True)
+class Both(_OfTwo):
+    """What two patterns allow."""
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """Both."""
@@ -91,16 +106,8 @@ class Both(Pattern):
 
 
 @dataclass(frozen=True)
-class Either(Pattern):
+class Either(_OfTwo):
     """What one of two patterns allows."""
-
-    a: Pattern
-    b: Pattern
-
-    @property
-    def tile(self) -> int:  # type: ignore[override]
-        """The smaller one."""
-        return min(self.a.tile, self.b.tile)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """Either."""
@@ -226,6 +233,10 @@ class Function(Pattern):
     """A user's function of (head, query, key)."""
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def facts(self) -> tuple[Any, ...]:
+        """What the function reads."""
+        return read_outside(self.function)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """What the function says."""

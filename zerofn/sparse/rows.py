@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._torch_compat import plain_dispatch
 from ..util.arguments import checked
 from .patterns import Pattern, Sizes, Tiles, statuses
 
@@ -19,6 +20,8 @@ class Documents(Pattern):
 
     def spans(self, num: int) -> Tensor:
         """Return each query's first key and the one behind its last, int32 [rows or 1, num, 2]."""
+        if type(self.ends) is Tensor and self.ends.device.type == "cpu":
+            check_ends(self.ends, num)
         ends = self.ends if self.ends.dim() == 2 else self.ends[None]
         at = torch.arange(num, device=ends.device, dtype=ends.dtype).expand(len(ends), num).contiguous()
         number = torch.searchsorted(ends.contiguous(), at, right=True)  # of the end behind
@@ -52,6 +55,19 @@ class Documents(Pattern):
                 "make the pattern outside the step."
             )
         return self.spans(num)[0]
+
+
+def check_ends(ends: Tensor, num: int | None = None) -> None:
+    """Raise `ValueError` unless documents begin at 0, are in order, and end in a row of `num` tokens."""
+    rows = ends if ends.dim() == 2 else ends[None]
+    with plain_dispatch():
+        if bool((rows[:, 0] != 0).any()) or bool((rows.diff(dim=1) < 0).any()):
+            raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {ends.tolist()}.")
+        if num is not None and bool((rows[:, -1] > num).any()):
+            raise ValueError(
+                f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, but a row has only {num} "
+                "tokens."
+            )
 
 
 def spans_of(numbers: Tensor) -> Tensor:
@@ -106,6 +122,8 @@ def documents(cu_seqlens: Tensor) -> Pattern:
             "sparse.documents: cu_seqlens must be [documents + 1] or [rows, documents + 1], got "
             f"{list(cu_seqlens.shape)}."
         )
+    if type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu":
+        check_ends(cu_seqlens)
     # A layout is made of it once: what is written to the tensor later does not count.
     return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
 

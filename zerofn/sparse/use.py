@@ -6,8 +6,8 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
-from types import CodeType, FunctionType
+from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,11 +20,13 @@ from ..util.process import the
 from .attention import What, attention
 from .blocks import Blocks
 from .layout import Layout
+from .outside import names_in
 from .patterns import Pattern, booleans_of
 
 # Who names one of these in its own methods computes attention: transformers' layers name the last.
 _NAMES = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 _BASES = ("torch.nn.modules.module", "transformers.modeling_utils")  # whose classes name them for other reasons
+_OTHER_ROWS = ("key_value_states", "encoder_hidden_states")  # of transformers' layers, for cross attention
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
 _AROUND = torch.nn.functional.multi_head_attention_forward
 
@@ -69,7 +71,9 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
             )
         name, module = found[number]
         own = vars(module).get("forward")
-        own = own.own if isinstance(own, _Forward) else own
+        if isinstance(own, _Forward):
+            own.no_fast_path.remove()
+            own = own.own
         if layout is not None:
             vars(module)["forward"] = _Forward(module, name, layout, own)
         elif own is not None:
@@ -104,6 +108,8 @@ class _Forward:
 
     def __init__(self, module: nn.Module, name: str, layout: What, own: Any) -> None:
         self.module, self.name, self.layout, self.own = module, name, layout, own
+        # torch's TransformerEncoderLayer calls no attention in its fast path, which it leaves where there are hooks.
+        self.no_fast_path = module.register_forward_pre_hook(_nothing)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -113,6 +119,7 @@ class _Forward:
         return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check_own_rows(args, kwargs)
         mode = _ByLayout(self._where(), self.layout)
         the(_Running).modes.append(mode)
         try:
@@ -127,6 +134,20 @@ class _Forward:
                 "nn.MultiheadAttention with need_weights=False."
             )
         return out
+
+    def _check_own_rows(self, args: Any, kwargs: Any) -> None:
+        """Raise `ValueError` for attention to the rows of another module."""
+        try:
+            given = self.__signature__.bind_partial(*args, **kwargs).arguments
+        except TypeError:  # the module itself says what is wrong
+            return
+        given = {**given, **given.get("kwargs", {})}
+        apart = "query" in given and "key" in given and given["query"] is not given["key"]
+        if apart or any(given.get(name) is not None for name in _OTHER_ROWS):
+            raise ValueError(
+                f"{self._where()} attends to other rows than its own (cross attention), and a layout is for rows that "
+                "attend to themselves. Leave this layer out of layers=."
+            )
 
     def _where(self) -> str:
         at = f"layer {self.name!r} ({type(self.module).__name__})" if self.name else type(self.module).__name__
@@ -189,6 +210,10 @@ class _ByLayout(TorchFunctionMode):
         )
 
 
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook that does nothing."""
+
+
 def _seeing(attend: Any) -> Any:
     @functools.wraps(attend)
     def attended(*args: Any, **kwargs: Any) -> Any:
@@ -205,11 +230,4 @@ def _attends(kind: type) -> bool:
     """Return whether a class of modules computes attention itself."""
     own = [x for x in kind.__mro__ if issubclass(x, nn.Module) and x.__module__ not in _BASES]
     methods = (inspect.unwrap(f) for x in own for f in vars(x).values() if isinstance(f, FunctionType))
-    return any(_NAMES & set(_named(f.__code__)) for f in methods if isinstance(f, FunctionType))
-
-
-def _named(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for x in code.co_consts:
-        if isinstance(x, CodeType):
-            yield from _named(x)
+    return any(_NAMES & set(names_in(f.__code__)) for f in methods if isinstance(f, FunctionType))
