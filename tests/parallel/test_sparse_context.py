@@ -170,7 +170,7 @@ def refusals():
         ({"layout": sparse.chosen(index, 16), "method": "ring"}, "a step cannot choose them; write method='ulysses'"),
         ({"layout": sparse.causal, "mask": torch.ones(16, 16) > 0}, "got a mask and a layout"),
         ({"layout": 3, "method": "ring"}, "must be a pattern"),
-        ({"layout": sparse.documents(torch.tensor([0, 20])), "method": "ring"}, "ends at 20, and a row has 16"),
+        ({"layout": sparse.documents(torch.tensor([0, 20])), "method": "ring"}, "ends at 20, but a row has only 16"),
         ({"chunks": Chunks.in_order(3)}, "expected chunks for 2 ranks, which share a sequence, got chunks for 3"),
         ({"chunks": Chunks(((0, 1, 2), (3, 4, 5)))}, "expected 3 chunks of one size, .* got 8"),
     ]
