@@ -347,7 +347,7 @@ def test_what_has_no_counterpart_is_a_sentence(name):
 @pytest.mark.parametrize(
     "given, sentence",
     [
-        ({"precision": "64-true"}, "precision='64-true' is none of 32-true, bf16-mixed, 16-mixed"),
+        ({"precision": "64-true"}, "precision='64-true' must be one of 32-true, bf16-mixed, 16-mixed"),
         ({"sync_batchnorm": True}, "sync_batchnorm=True. is not supported"),
         ({"plugins": type("Own", (Precision,), {})()}, "plugins=Own.*no method of this plugin would be called"),
         ({"detect_anomaly": True}, "detect_anomaly=True. has no effect"),

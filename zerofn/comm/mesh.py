@@ -160,7 +160,7 @@ class Mesh:
 
     @checked()
     def size(self, name: str) -> int:
-        """Return the size of an axis, 1 if it is not there."""
+        """Return the size of an axis, 1 if the mesh does not have it."""
         return next((axis.size for axis in self.axes if axis.name == name), 1)
 
     @property
@@ -239,7 +239,7 @@ class Mesh:
 
     @checked()
     def over(self, names: Iterable[str]) -> Axis:
-        """Return one axis for several, row-major; those that are not there have size 1.
+        """Return one axis for several, row-major; axes that the mesh does not have count as size 1.
 
         All ranks must ask for the same, in the same order, for the first time: then it makes a process group.
         """

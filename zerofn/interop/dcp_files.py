@@ -235,8 +235,8 @@ def _check_place(index: Any, info: Any, nbytes: int) -> None:
         )
     if getattr(info, "transform_descriptors", None):
         raise ValueError(
-            f"{index.fqn!r} is stored through {info.transform_descriptors!r}, so that nothing bounds what is read of "
-            "it; save it without extensions"
+            f"{index.fqn!r} is stored through {info.transform_descriptors!r}, so its size cannot be checked before it "
+            "is read; save it without extensions"
         )
 
 

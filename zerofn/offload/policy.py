@@ -122,7 +122,7 @@ def asked_for(offload: Offload | str | None, copies: str) -> Offload:
             "offload=None."
         )
     if offload.params and copies:
-        raise ValueError(f"Offload(params=...) has no effect {copies}, or offload the optimizer alone.")
+        raise ValueError(f"Offload(params=...) has no effect {copies}, or offload only the optimizer.")
     return offload
 
 

@@ -17,7 +17,7 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
 
     `mask(leaf) -> bool`: whether a leaf decays; by default all do. Before `scale_by_adam` in a chain this is L2
     regularization, after it the decoupled weight decay of AdamW (Loshchilov and Hutter 2019). Raises `TypeError` if
-    `weight_decay` is no number or `mask` no function of one leaf, and `ValueError` in `update` without the
+    `weight_decay` is not a number or `mask` not a function of one leaf, and `ValueError` in `update` without the
     parameters.
     """
     checks.number("add_decayed_weights", weight_decay=weight_decay)

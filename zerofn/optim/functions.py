@@ -20,11 +20,11 @@ def from_functions(
     of tensors. Updates are added to the parameters. `name` is shown by `repr`. `masks`: functions of a logical leaf
     by which `update` selects leaves; `TrainState.create` raises if one of them selects none.
 
-    Functions that use `zerofn.tree_map` and elementwise operations work on `Sharded` trees as they are. For
-    anything else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A step whose gradients are not finite
-    changes nothing; your functions need no code for it. Raises `TypeError` for an argument that is no function or
-    does not take these arguments, and if `update` does not return a pair. A transformation around others is a
-    `GradientTransformation`, whose field `masks` has theirs too.
+    Functions that use `zerofn.tree_map` and elementwise operations work on `Sharded` trees as they are. For anything
+    else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A step whose gradients are not finite changes
+    nothing; your functions need no code for it. Raises `TypeError` for an argument that is not a function of these
+    arguments, and if `update` does not return a pair. A transformation around others is a `GradientTransformation`,
+    whose field `masks` has theirs too.
 
     >>> import torch, zerofn
     >>> def init(params):

@@ -29,11 +29,11 @@ class MaskedState(NamedTuple):
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Apply `inner` to the leaves where `mask(leaf)` is true (optax.masked). The other leaves have no state.
 
-    As in optax, gradients of the other leaves pass through unchanged, for the next transformation of a `chain`. So
-    a masked optimizer alone adds them to the parameters. To leave parameters unchanged, use `multi_transform({...,
-    "frozen": set_to_zero()}, labels)`; or `TrainState.create(frozen=...)`, which does not compute their gradients
-    either. On `Sharded` trees see [Note: selections] in `select`. Raises `TypeError` if `inner` is no
-    transformation or `mask` no function of one leaf.
+    As in optax, gradients of the other leaves pass through unchanged, for the next transformation of a `chain`. So a
+    masked optimizer without a `chain` adds them to the parameters. To leave parameters unchanged, use
+    `multi_transform({..., "frozen": set_to_zero()}, labels)`; or `TrainState.create(frozen=...)`, which does not
+    compute their gradients either. On `Sharded` trees see [Note: selections] in `select`. Raises `TypeError` if `inner`
+    is not a transformation or `mask` not a function of one leaf.
     """
     checks.transformation("masked", inner)
     checks.leaf_function("masked", "mask", mask)

@@ -162,8 +162,8 @@ def piecewise_constant_schedule(
 def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence[int]) -> Schedule:
     """One schedule after the other.
 
-    From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless
-    there is one boundary less than there are schedules, `TypeError` for an entry that is not a function.
+    From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless n
+    schedules have n - 1 boundaries, `TypeError` for an entry that is not a function.
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(

@@ -22,7 +22,7 @@ _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path
 
 
 def abstract(state: Any) -> Any:
-    """Return a state's structure, shapes and settings, without the values of what is sharded.
+    """Return a state's structure, shapes and settings, without the values of sharded leaves.
 
         like = zerofn.abstract(state)         # some kilobytes
         state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks

@@ -86,7 +86,7 @@ class Precision:
         return self.reduce if self.reduce is not None and stored.is_floating_point else self.computes(stored)
 
     def wire_along(self, axis: Axis) -> Wire | None:
-        """Return the form in which units travel along an axis."""
+        """Return the codec in which units are sent along an axis."""
         return wires.along(wires.given(self.wire), axis)
 
     def draws_along(self, axis: Axis) -> bool:
@@ -101,7 +101,7 @@ class Precision:
 
     @property
     def feeds_back(self) -> bool:
-        """Whether what codes leave out of gradients is kept and sent later."""
+        """Whether rounding errors of gradients are stored and added to the next gradients."""
         return any(x.feedback for x in self._wires())
 
     def splits(self, stored: torch.dtype) -> bool:

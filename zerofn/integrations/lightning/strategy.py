@@ -120,7 +120,7 @@ class ZeroFnStrategy(Ranks):
         plugin = self._precision_plugin
         word = "32-true" if plugin is None else str(plugin.precision)
         if word not in _PRECISIONS:
-            raise ValueError(f"ZeroFnStrategy: precision={word!r} is none of {', '.join(_PRECISIONS)}.")
+            raise ValueError(f"ZeroFnStrategy: precision={word!r} must be one of {', '.join(_PRECISIONS)}.")
         return _PRECISIONS[word]
 
     # ---- the module and its state
