@@ -214,7 +214,7 @@ def refusals():
         (lambda: moe.cuts({"w": torch.ones(2)}, mesh), "no leaf belongs to experts"),
         (
             lambda: moe.cuts(start(5), mesh),
-            r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks of 'expert' cannot share",
+            r"'moe.experts.bias' has shape \[5, 4\], and 2 ranks along 'expert' cannot divide",
         ),
         (lambda: moe.cuts({"experts": torch.ones(0, 4)}, mesh), r"'experts' has shape \[0, 4\], and 2 ranks"),
         (lambda: zerofn.shard({"params": params}, mesh=mesh), r"no leaf is cut over it. Pass cuts=zerofn.moe.cuts"),

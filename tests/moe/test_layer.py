@@ -260,7 +260,7 @@ def refused():
             params = make_params(num_experts, WIDTH)
             params["experts"] = {k: v[:experts] for k, v in params["experts"].items()}
             words = (
-                "cannot share 5 experts"
+                "cannot divide 5 experts"
                 if num_experts == 5
                 else ("of 2, the number of experts on this rank; 3 ranks share 6")
             )

@@ -299,7 +299,7 @@ def without_effect():
         ValueError, match=r"from one rank only, which is the same as stage=2 on zerofn.Mesh.make\(data=4\)"
     ):
         zerofn.shard(whole, mesh=Mesh.make(replicate=4), hpz=True)
-    with pytest.raises(TypeError, match="hpz='cpu' is neither True nor False"):
+    with pytest.raises(TypeError, match="hpz must be True or False, got 'cpu'"):
         zerofn.shard(whole, mesh=mesh, hpz="cpu")
     with pytest.raises(ValueError, match="params=...\\) has no effect with hpz"):
         zerofn.shard(whole, mesh=mesh, hpz=True, offload=zerofn.Offload(params="nvme"))
