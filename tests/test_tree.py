@@ -362,5 +362,5 @@ def test_a_tree_that_holds_itself_is_refused_by_the_place():
     deep = 1
     for _ in range(5000):
         deep = [deep]
-    with pytest.raises(TypeError, match=r"A tree has more than 200 levels"):
+    with pytest.raises(TypeError, match=r"A tree has more than 200 nested levels"):
         tree.flatten(deep)

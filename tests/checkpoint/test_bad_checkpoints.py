@@ -91,7 +91,7 @@ def spoil(folder: Path) -> dict[str, str]:
         "bad manifest": "manifest.json is damaged",
         "newer": "version 99",
         "incomplete manifest": "manifest.json is damaged: it has no 'files'",
-        "other shape": r"'params.h.0.b' has shape \(301,\) there and \(17,\) in `like`",
+        "other shape": r"'params.h.0.b' has shape \(301,\) in the file and \(17,\) in `like`",
         "other name": "has no leaf 'extra.average_of.average",
         "empty": "not a complete checkpoint",
         "a file": "is a file, but a checkpoint is a folder",

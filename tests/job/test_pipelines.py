@@ -151,7 +151,7 @@ DIFFER = {  # what rank 1 has, and what all ranks hear
     "messages": (
         {"options": {"passes": after("cut_stages", Pass(another_edge))}},
         r"stages of the pipeline differ. Rank 0 sends 4 messages to rank 1, which receives 4; the first that differs "
-        r"is '.*\.0' \[1, 16\] torch.float32 there and 'x' ",
+        r"is '.*\.0' \[1, 16\] torch.float32 at the sender and 'x' ",
     ),
     "order": ({"options": {"passes": after("cut_stages", Pass(another_order))}}, "is a message between stages"),
     "waits": ({"options": {"passes": after("cut_stages", Pass(waits_first))}}, "or the wait for one, and stands"),
