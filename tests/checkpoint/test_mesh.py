@@ -333,7 +333,7 @@ def refused(folder):
         {"params": {"w": torch.zeros(4, 6)}}, mesh=Mesh.make(tensor=2), cuts={"w": equal("tensor", 0, 4, 2)}
     )
     zerofn.save(folder / "other", zerofn.shard({"params": {"w": torch.zeros(2, 6)}}, mesh=Mesh.make(data=2)))
-    with pytest.raises(zerofn.CheckpointError, match=r"'params.w' has shape \(2, 6\) in the file and \(4, 6\) in `like`"):
+    with pytest.raises(zerofn.CheckpointError, match=r"'params.w' has shape \(2, 6\) in the file and \(4, 6\)"):
         zerofn.load(folder / "other", like=like)
 
 
