@@ -60,5 +60,5 @@ whole vectors. Keys and values are read in place, one number at a time beside ve
 less time than those of torch's flash kernel, so that kernel is not used. Each sum has one order, so instruction sets
 and numbers of threads give the same bits.
 
-Start reading: `registry.py`, then `update_rule.py` and `adamw.py`.
+Start reading: `registry.py`, then `update_rule.py` and one of the optimizers' rules.
 """

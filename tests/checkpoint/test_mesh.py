@@ -293,7 +293,9 @@ def unequal(folder):
     unit, leaf = state.params.layout.where[name]
     if dist.get_rank() == 3:
         state.params.shards[unit][leaf.offset] += 1
-    with pytest.raises(ValueError, match=r"rank 2 and rank 3 have the same slice of 'params.h.0.up', and it differs"):
+    with pytest.raises(
+        ValueError, match=r"rank 2 and rank 3 hold the same slice of 'params.h.0.up', but its values differ"
+    ):
         zerofn.save(folder / "a", state)
     assert not (folder / "a").exists()
 

@@ -104,7 +104,7 @@ def lacks_a_key():
 
 def test_a_batch_that_lacks_a_key_on_one_rank_is_told_by_the_key(ranks):
     for sentence in ranks(2, lacks_a_key):
-        assert "rank 0: batch.mask: " in sentence and "rank 1: nothing of that name" in sentence
+        assert "rank 0: batch.mask: " in sentence and "rank 1: no entry of that name" in sentence
 
 
 def smoothed():
@@ -151,14 +151,15 @@ def constants(step, stage):
     ("step", "told"),
     [
         (rate, ("aten.mul.Tensor(x, 0.5)", "aten.mul.Tensor(x, 1.5)")),
-        (closed_over, ("[2] float32 (checksum", "rank 1: what meets the state")),
+        (closed_over, ("[2] float32 (checksum", "rank 1: a value that is combined with the state")),
         (in_extra, ("aten.add.Tensor(x, 0.0)", "aten.add.Tensor(x, 0.1)")),
         (from_batch, ("aten.mul.Tensor(x, 0.5)", "aten.mul.Tensor(x, 1.5)")),
     ],
 )
 def test_a_constant_that_meets_the_state_is_the_same_on_all_ranks(ranks, step, told, stage):
     for message in ranks(2, constants, step, stage):
-        assert all(x in message for x in told) and "must be the same on all ranks" in message
+        assert all(x in message for x in told), message
+        assert "must be the same on all ranks" in message
         assert f") at {__file__}:" in message
 
 

@@ -53,7 +53,7 @@ def test_after_an_attempt_in_which_a_rank_ended_before_it_came(died):
     store = dist.HashStore()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arrivals, "PATIENCE", 0.05)
-        with pytest.raises(RuntimeError, match=rf"rank {died} did not come within 0.05 s of the job's start"):
+        with pytest.raises(RuntimeError, match=rf"rank {died} did not start within 0.05 s of the job's start"):
             arrivals.fresh(store, 1 - died, 2)
     attempt(store, 2)
 
@@ -62,7 +62,7 @@ def test_ranks_that_have_not_come_are_named(monkeypatch, caplog):
     monkeypatch.setattr(arrivals, "FIRST_WORD", 0.02)
     monkeypatch.setattr(arrivals, "NEXT_WORD", 0.02)
     monkeypatch.setattr(arrivals, "PATIENCE", 0.2)
-    with pytest.raises(RuntimeError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not come"):
+    with pytest.raises(RuntimeError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not start"):
         arrivals.fresh(dist.HashStore(), 0, 12)
     said = [x.getMessage() for x in caplog.records]
     assert len(said) > 2 and all("rank 1, 2, 3" in x for x in said)
@@ -92,7 +92,7 @@ def test_ranks_without_a_launchers_store_say_for_whom_they_wait(late, monkeypatc
 def test_a_rank_0_that_never_listens_is_named(monkeypatch):
     monkeypatch.setattr(arrivals, "PATIENCE", 0.05)
     port = free_port()
-    with pytest.raises(RuntimeError, match=rf"rank 0, which is to listen at 127.0.0.1:{port}, did not come within"):
+    with pytest.raises(RuntimeError, match=rf"rank 0, which is to listen at 127.0.0.1:{port}, did not start within"):
         arrivals.store_at(("127.0.0.1", port), 1, held_for_us=False)
 
 

@@ -233,7 +233,7 @@ def meeting_the_state(note, build=mlp):
 
 def of_slices():
     with pytest.raises(
-        zerofn.CaptureError, match=r"differs along 'tensor': .*'up.weight'.*psum\(x, 'tensor'\) is the sum of"
+        zerofn.CaptureError, match=r"differs along 'tensor': .*'up.weight'.*psum\(x, 'tensor'\) sums the results of"
     ):
         meeting_the_state(None)
     with pytest.raises(zerofn.CaptureError, match=r"'extra.norm' is replicated.*computed from this rank's slices"):

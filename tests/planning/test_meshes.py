@@ -388,7 +388,7 @@ def test_shard_names_the_mesh_that_is_recommended(ranks):
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"mesh": {"data": 3, "tensor": 2}, "world": 8}, "data 3 x tensor 2 makes 6 ranks, but the job has 8"),
-    ({"mesh": {"dta": 2}}, "no axis 'dta'.*did you mean 'data'"),
+    ({"mesh": {"dta": 2}}, "axis 'dta' does not exist.*did you mean 'data'"),
     ({"mesh": {"data": 2, "tensor": 2}}, "no leaf is cut over it"),
     ({"mesh": "all"}, "mesh='all'.*or 'auto'"),
     ({"mesh": Mesh.planned({"data": 4}), "world": 8}, "has 4 ranks, but world is 8"),

@@ -43,5 +43,5 @@ def test_plain_trees_and_what_was_donated(tmp_path):
     with pytest.raises(RuntimeError, match=r"zerofn.copy\(state\)"):
         zerofn.copy(state)
     state = state_of(build(2), 3, offload=zerofn.Offload(optimizer="nvme", path=tmp_path))
-    with pytest.raises(RuntimeError, match="is on a drive, and cannot be copied"):
+    with pytest.raises(RuntimeError, match="is on a drive and cannot be copied"):
         zerofn.copy(state)
