@@ -154,7 +154,7 @@ def check_offload(partition: Partition, cuts: Sequence[ShardedPart]) -> None:
 
 def check_feedback(cuts: Sequence[ShardedPart]) -> None:
     """Raise `ValueError` if feedback is asked for, and no gradient is sent in codes that leave anything out."""
-    for cut in (x for x in cuts if x.is_params):
+    for cut in (x for x in cuts if x.is_params and x.spec.precision.feeds_back):
         spec = cut.spec
         axes = [axis for axis in (spec.mesh.shards, spec.mesh.replicas) if axis.size > 1]
         coded = [
@@ -163,7 +163,7 @@ def check_feedback(cuts: Sequence[ShardedPart]) -> None:
             for axis in axes
             if unit.trainable
         ]
-        if spec.precision.feeds_back and coded and not any(coded):
+        if coded and not any(coded):
             raise ValueError(
                 "shard: feedback=True has no effect, since no gradient is sent in codes: the leaves have fewer "
                 "elements than `smallest`, are float64, or are reduced along axes without a wire codec. Write "

@@ -15,7 +15,7 @@ from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
 from .patterns import Both, Causal, Everything, Function, Pattern, Sizes
-from .rows import Documents, Padding, Spans, check_ends
+from .rows import Documents, Padding, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -278,8 +278,7 @@ def _check_documents(of: Documents, batch: int, num: int) -> None:
     ends = of.ends
     if ends.dim() == 2 and len(ends) not in (1, batch):
         raise ValueError(f"sparse.documents: cu_seqlens has {len(ends)} rows, but the batch has {batch}.")
-    if type(ends) is Tensor and ends.device.type == "cpu":
-        check_ends(ends, num)
+    of.check_end(num)
 
 
 def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool, part: Part | None) -> tuple[Keys, int]:

@@ -18,10 +18,17 @@ class Documents(Pattern):
 
     ends: Tensor
 
+    def check_end(self, num: int) -> None:
+        """Raise `ValueError` unless documents end in a row of `num` tokens, if it is known where they do."""
+        if not _is_known(self.ends):
+            return
+        with plain_dispatch():
+            last = int(self.ends[..., -1].max())
+        if last > num:
+            raise ValueError(f"sparse.documents: the last document ends at {last}, but a row has only {num} tokens.")
+
     def spans(self, num: int) -> Tensor:
         """Return each query's first key and the one behind its last, int32 [rows or 1, num, 2]."""
-        if type(self.ends) is Tensor and self.ends.device.type == "cpu":
-            check_ends(self.ends, num)
         ends = self.ends if self.ends.dim() == 2 else self.ends[None]
         at = torch.arange(num, device=ends.device, dtype=ends.dtype).expand(len(ends), num).contiguous()
         number = torch.searchsorted(ends.contiguous(), at, right=True)  # of the end behind
@@ -54,20 +61,13 @@ class Documents(Pattern):
                 "sparse.documents: documents from a step's batch can be combined with other patterns by & only. For |, "
                 "make the pattern outside the step."
             )
+        self.check_end(num)
         return self.spans(num)[0]
 
 
-def check_ends(ends: Tensor, num: int | None = None) -> None:
-    """Raise `ValueError` unless documents begin at 0, are in order, and end in a row of `num` tokens."""
-    rows = ends if ends.dim() == 2 else ends[None]
-    with plain_dispatch():
-        if bool((rows[:, 0] != 0).any()) or bool((rows.diff(dim=1) < 0).any()):
-            raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {ends.tolist()}.")
-        if num is not None and bool((rows[:, -1] > num).any()):
-            raise ValueError(
-                f"sparse.documents: the last document ends at {int(rows[:, -1].max())}, but a row has only {num} "
-                "tokens."
-            )
+def _is_known(ends: Tensor) -> bool:
+    """Return whether values are there, and looking at them stops no device."""
+    return type(ends) is Tensor and ends.device.type == "cpu"
 
 
 def spans_of(numbers: Tensor) -> Tensor:
@@ -122,8 +122,10 @@ def documents(cu_seqlens: Tensor) -> Pattern:
             "sparse.documents: cu_seqlens must be [documents + 1] or [rows, documents + 1], got "
             f"{list(cu_seqlens.shape)}."
         )
-    if type(cu_seqlens) is Tensor and cu_seqlens.device.type == "cpu":
-        check_ends(cu_seqlens)
+    if _is_known(cu_seqlens):
+        with plain_dispatch():
+            if bool((cu_seqlens[..., 0] != 0).any()) or bool((cu_seqlens.diff(dim=-1) < 0).any()):
+                raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {cu_seqlens.tolist()}.")
     # A layout is made of it once: what is written to the tensor later does not count.
     return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
 
