@@ -64,6 +64,12 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"zerofn {zerofn.__version__}, torch {torch.__version__}\n"
 
 
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: zerofn ") and "plan memory and time of a script's training step" in out
+
+
 @pytest.mark.parametrize("function", ["", ":train_step"])
 def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     status = main(["plan", f"{script}{function}", "--world", "4", "--machine", "A100-8", "--stage", "0", "3",
@@ -72,7 +78,7 @@ def test_a_scripts_step_is_planned(script, tmp_path, capsys, function):
     out, err = capsys.readouterr()
     assert status == 0
     assert "the script says 0 1.0" in err and "the script" not in out
-    assert "train_step on 4 rank(s) of A100-8" in out and "state = zerofn.shard(init_state, " in out
+    assert "train_step on 4 ranks of A100-8" in out and "state = zerofn.shard(init_state, " in out
     rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
     found = [(row["stage"], row["precision"], row["wire"], row["rows"]) for row in rows]
     assert found == [(0, "bf16", "bf16", 8), (3, "bf16", "bf16", 8)] and ", wire='bf16'" in out
@@ -98,7 +104,7 @@ def test_what_a_run_has_saved_is_left_alone(script, tmp_path, capsys):
     script.write_text(script.read_text().replace("step, evaluate =", again))
     chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
     assert main(["plan", str(script), *chosen, "--", "64"]) == 0
-    assert "train_step on 8 rank(s) of A100-8" in capsys.readouterr().out and saved.steps() == [1]
+    assert "train_step on 8 ranks of A100-8" in capsys.readouterr().out and saved.steps() == [1]
 
 
 def test_a_script_that_shards_two_states(script, capsys, tmp_path):
@@ -168,7 +174,7 @@ def test_a_script_gets_the_mesh_that_is_planned(script, tmp_path, capsys):
     capsys.readouterr()
     assert main(["plan", str(script), *chosen, "--mesh", "auto", "--machine", "2 x A100", "--", "64"]) == 0
     out = capsys.readouterr().out
-    assert "train_step on 2 rank(s) of 2 x A100" in out and "bf16" in out and "left out: tensor 2" in out
+    assert "train_step on 2 ranks of 2 x A100" in out and "bf16" in out and "left out: tensor 2" in out
 
 
 def test_the_example_is_planned_on_other_meshes(capsys):
@@ -186,7 +192,7 @@ def test_a_script_with_state_over_all_ranks(script, capsys):
     script.write_text(
         script.read_text().replace('zerofn.shard(init_state, precision="bf16")', f"zerofn.shard(init_state, {options})")
     )
-    chosen = ["--offload", "none", "--machine", "A100-8"]
+    chosen = ["--offload", "none", "--machine", "A100-8", "--wide"]
     assert main(["plan", str(script), *chosen, "--", "64"]) == 0
     out = capsys.readouterr().out
     assert "hpz=True, mesh=zerofn.Mesh.make(replicate=2, data=4)" in out and "stage=3" in out and "stage=1" not in out
@@ -195,7 +201,7 @@ def test_a_script_with_state_over_all_ranks(script, capsys):
 
 
 def test_a_script_without_slices_has_no_tensor_axis(script, capsys):
-    chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8"]
+    chosen = ["--stage", "3", "--offload", "none", "--machine", "A100-8", "--wide"]
     assert main(["plan", str(script), *chosen, "--mesh", "replicate=2,data=4", "--", "64"]) == 0
     assert "mesh=zerofn.Mesh.make(replicate=2, data=4)" in capsys.readouterr().out
     assert main(["plan", str(script), *chosen, "--mesh", "data=4,tensor=2", "--", "64"]) == 1
@@ -213,7 +219,8 @@ LLAMA = {
 @pytest.mark.whole  # test_search.py plans one, too
 def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    options = ["--context", "16", "--machine", "2 x A100-8", "--world", "16", "--json", str(tmp_path / "plan.json")]
+    options = ["--context", "16", "--machine", "2 x A100-8", "--world", "16", "--wide"]
+    options += ["--json", str(tmp_path / "plan.json")]
     assert main(["plan", str(tmp_path / "config.json"), *options, "--mesh", "auto"]) == 0
     out, found = capsys.readouterr().out, json.loads((tmp_path / "plan.json").read_text())
     grids = {tuple(row["mesh"].items()) for row in found["rows"]}
@@ -231,6 +238,7 @@ def test_the_fastest_mesh_of_a_configuration_is_named(tmp_path, capsys):
     (["plan", "{script}:train", "--", "64"], "calls no compiled step 'train'; it calls 'evaluate', 'train_step'"),
     (["plan", "{script}", "--machine", "H100-9", "--", "64"], "did you mean 'H100-8'"),
     (["plan", "{script}", "--stage", "5", "--", "64"], "stage=5"),
+    (["plan", "{script}", "--price", "0", "--", "64"], "--price 0: expected the price of a GPU-hour, a number above 0"),
     (["plan", "{script}", "--mesh", "data4", "--", "64"], "--mesh data4: expected sizes by axis"),
     (["plan", "{script}", "--mesh", "data=4,data=2", "--", "64"], "an axis may occur only once"),
     (["plan", "{script}", "--wire", "gather=int4,sum=int8", "--", "64"], "wire='gather=int4,sum=int8' has 'sum=int8'"),
@@ -294,7 +302,7 @@ def test_a_config_is_planned(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--world", "2", "--machine", "4090", "--rows", "2", "--precision", "bf16"]
     assert main(["plan", str(tmp_path / "config.json"), "--context", "32", *options]) == 0
-    assert "GPT2LMHeadModel on 2 rank(s) of 4090" in capsys.readouterr().out
+    assert "GPT2LMHeadModel on 2 ranks of 4090" in capsys.readouterr().out
     assert main(["plan", str(tmp_path)]) == 1
     assert "needs --context" in capsys.readouterr().err
     assert main(["plan", "train.py", "--context", "32"]) == 1
@@ -306,7 +314,7 @@ def test_a_config_is_planned_in_stages(tmp_path, capsys):
     config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 200}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ["--context", "32", "--machine", "4090", "--precision", "bf16", "--stage", "1", "--offload", "none"]
-    command = ["plan", str(tmp_path), *options, "--microbatches", "4", "--mesh", "pipe=2,data=2"]
+    command = ["plan", str(tmp_path), *options, "--microbatches", "4", "--mesh", "pipe=2,data=2", "--wide"]
     assert main(command) == 0
     told = capsys.readouterr().out
     for text in ("stages, 4 microbatches", "rank 1 along pipe: stage", "zerofn.parallel.pipe(model, mesh"):
@@ -323,7 +331,7 @@ def test_layers_with_parts_of_the_tokens_are_planned(tmp_path, capsys):
     config = {"model_type": "llama", "num_attention_heads": 2, "num_key_value_heads": 2, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     fixed = ["--machine", "4090", "--precision", "bf16", "--stage", "1", "--offload", "none", "--remat", "none"]
-    options = [str(tmp_path), "--context", "256", "--world", "2", *fixed]
+    options = [str(tmp_path), "--context", "256", "--world", "2", "--wide", *fixed]
     kept = []
     for more in (["--no-sequence-parallel"], []):
         argv = ["plan", *options, "--mesh", "data=1,tensor=2", "--json", str(tmp_path / "plan.json"), *more]

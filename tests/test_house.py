@@ -10,7 +10,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 # What stands beside the packages.
-TOP_LEVEL = {"__init__", "_torch_compat", "cli", "compile", "tree"}
+TOP_LEVEL = {"__init__", "_torch_compat", "compile", "tree"}
 
 
 # These stand on the public contract, as a user's own code does.
@@ -74,7 +74,7 @@ def test_top_level_files_are_few():
 
 # Those that behave otherwise on a machine that is not there; all others treat its tensors as any.
 KNOW_DRY_RUNS = {
-    "zerofn.cli": "runs a script up to its step",
+    "zerofn.cli.plan": "runs a script up to its step",
     "zerofn.comm.mesh": "makes the mesh that is planned for",
     "zerofn.compile": "stops a script at its step",
     "zerofn.sharding.shard": "lays a state out without memory for it",
@@ -229,6 +229,7 @@ PROCESS_WIDE = {
     "zerofn.parallel.check_context._attended": ONE_THREAD,
     "zerofn.parallel.context._masks": ONE_THREAD,
     "zerofn.dry_run.fake_machine._current": ONE_THREAD,
+    "zerofn.util.sign_of_life._current": ONE_THREAD,
     "zerofn.dry_run.script._current": ONE_THREAD,
     "zerofn.deferred_init.record._recording": PATCH,
     "zerofn.deferred_init.skeleton._building": PATCH,

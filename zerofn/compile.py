@@ -41,7 +41,7 @@ from .runtime.backend import Backend
 from .runtime.capture_log import CaptureLog, told_of, while_capturing
 from .runtime.captured_step import CapturedStep, StepCall
 from .runtime.equal_batches import compare_batches
-from .runtime.errors import explain
+from .runtime.errors import explain, users_frames
 from .runtime.executor import Executor
 from .runtime.guarded_captures import Captures, Checks, LeftOut
 from .runtime.hooks import before_step
@@ -151,8 +151,7 @@ class CompiledStep:
         return f"<compiled {self.__name__}: {told}>"
 
     @property
-    def _entries(self) -> dict[Any, CapturedStep]:
-        """All captures, by (signature, number among the signature's captures)."""
+    def _entries(self) -> dict[Any, CapturedStep]:  # by (signature, number among the signature's captures)
         return {(key, k): x for key, captures in self._captures.items() for k, x in enumerate(captures.entries)}
 
     @property
@@ -160,6 +159,7 @@ class CompiledStep:
         """A rank's operations in matrix products, as last called; 0 before. What is recomputed does not count."""
         return flops_of_step(self._last.entries[-1].program).model if self._last and self._last.entries else 0
 
+    @users_frames("_entry_for")
     def __call__(self, state: Any, batch: Any) -> Any:
         """Run one step. Inside another step it is the function that was compiled."""
         if is_inside_step():
@@ -190,6 +190,7 @@ class CompiledStep:
                 self._kinds.went(self.state)
         return result
 
+    @users_frames("_entry_for")
     @outside_steps("step.lower")
     def lower(self, state: Any, batch: Any) -> Plan:
         """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.

@@ -468,7 +468,7 @@ def test_a_number_that_changes_is_named_and_warned_of_once(caplog):
         for k in range(10):
             state, _ = call(state, {**BATCH, "deep": (k / 10, "fixed")})
     captured = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.INFO]
-    assert "captured (batch.deep.0 0.1 -> 0.2)" in captured[2] and len(captured) == 10
+    assert "captured again (batch.deep.0 0.1 -> 0.2)" in captured[2] and len(captured) == 10
     (warned,) = [r.getMessage() for r in caplog.records if r.name == "zerofn" and r.levelno == logging.WARNING]
     assert warned.startswith("train_step: captured 8 times so far, 7 of them because batch.deep.0 changed")
     assert (

@@ -22,7 +22,7 @@ from zerofn.util.sizes import time_in_words
 
 
 def messages(caplog):
-    return [r.getMessage() for r in caplog.records if "captured (" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if ": captured " in r.getMessage()]
 
 
 def test_a_new_signature_is_captured_and_says_what_changed(caplog):
@@ -41,8 +41,8 @@ def test_a_new_signature_is_captured_and_says_what_changed(caplog):
     assert "train: captured (first call): training step, state donated" in first
     assert "batch.x [4, 16] float32 -> [3, 16] float32; batch.y [4, 16] float32 -> [3, 16] float32)" in rows
     assert "batch.x [3, 16] float32 -> [4, 16] float32" in weights[0] and "batch.weight nothing -> 2" in weights[0]
-    assert "captured (batch.weight 2 -> 3)" in weights[1]
-    assert "captured (batch.weight 3 -> [] float32)" in weights[2]
+    assert "captured again (batch.weight 2 -> 3)" in weights[1]
+    assert "captured again (batch.weight 3 -> [] float32)" in weights[2]
     assert len(weights) == 3
 
 

@@ -37,7 +37,7 @@ def run(space, code):
 
 
 def captured_now(caplog):
-    return [r.getMessage() for r in caplog.records if "captured (" in r.getMessage()]
+    return [r.getMessage() for r in caplog.records if ": captured " in r.getMessage()]
 
 
 # name -> (a first cell that makes `step`, the change)

@@ -149,7 +149,7 @@ def test_the_losses_of_lightning(name, caplog):
     more, options = CASES[name]
     plain, theirs, expected = fitted(**more, options=options)
     mine, ours, module = fitted(ZeroFnStrategy(stage=3), **more, options=options)
-    captures = [x for x in caplog.messages if ": captured (" in x]
+    captures = [x for x in caplog.messages if ": captured " in x]
     assert len(captures) == (2 if name == "accumulating" else 1), captures
     assert len(ours.losses) == len(theirs.losses) == 12
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-5)

@@ -240,7 +240,7 @@ def test_what_a_models_parts_keep_is_there_between_steps(tmp_path, parts, caplog
     mine, plain = (kept(library, tmp_path, parts) for library in (ours, transformers))
     assert len(mine[0]) == 5
     torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
-    captures = [x for x in caplog.messages if x.startswith("train_step: captured (")]
+    captures = [x for x in caplog.messages if x.startswith("train_step: captured ")]
     assert len(captures) == 2 and "places" in captures[1], "the cache is a constant of the second one"
 
 

@@ -33,6 +33,14 @@ def test_the_text_has_every_row():
     assert "zero_optimization.offload_param.max_in_cpu" in out and "(until 0.19.7)" in out
 
 
+def test_in_80_columns_a_row_is_a_paragraph():
+    out = text(explained(CONFIG), width=80)
+    assert "zero_optimization.stage = 3: becomes\n    " in out and "fp16.enabled = True: becomes" in out
+    everything = text(every_key(), "default", width=60)
+    assert max(map(len, everything.splitlines())) <= 60
+    assert "gradient_accumulation_steps (default 1): becomes\n    setup.num_microbatches" in everything
+
+
 def test_the_arguments_are_code():
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     out = summary({**CONFIG, "zero_optimization": zero}, {}, 4)

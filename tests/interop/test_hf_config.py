@@ -30,7 +30,7 @@ def test_a_plan_counts_the_parameters(tmp_path):
     params = 2 * 128 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
     state = table.best.plan.memory().peak["state"]
     assert 12 * params / 2 <= state <= 1.2 * 12 * params  # a shard, padded
-    assert "LlamaForCausalLM on 2 rank(s) of 4090" in table.text()
+    assert "LlamaForCausalLM on 2 ranks of 4090" in table.text()
 
 
 def test_the_step_is_one_that_trains(tmp_path):

@@ -11,6 +11,7 @@ from zerofn.planning.asked import ALL, BUDGET, Initial, Layers, Step
 from zerofn.planning.deep_models import Estimator, depths_of, is_deep
 from zerofn.planning.plan_row import Config
 from zerofn.planning.plan_variants import RowPlanner
+from zerofn.planning.wide_table import wide_cells
 
 pytestmark = pytest.mark.slow  # plans of deep models
 
@@ -56,7 +57,7 @@ def test_an_estimate_is_near_the_plan(tmp_path, sizes, stage, remat):
     assert row.seconds == pytest.approx(expected.seconds, rel=0.03) and row.bound == expected.bound
     assert row.needs.device == pytest.approx(expected.needs.device, rel=0.4)  # static buffers are a large part here
     assert row.speed == pytest.approx(expected.speed, rel=0.03) and row.plan is None
-    assert "~ " in row.cells()[7] and repr(row).startswith(config.label()) and "about" in repr(row)
+    assert "~ " in wide_cells(row)[7] and repr(row).startswith(config.label()) and "about" in repr(row)
 
 
 def test_state_that_is_too_large_is_not_captured(tmp_path):

@@ -87,7 +87,7 @@ def test_the_steps_that_all_ranks_take_together_are_planned_too():
 
 def test_a_table_says_what_rounds_do_and_what_to_write():
     table = planned(rounds_of(after=100, wire="int8"), mesh=GRID)
-    text = table.text()
+    text = table.text(wide=True)
     assert "replicas meet every 10 steps: an inner step takes" in text
     assert "along replicate in a round; a step takes" in text and "on that link does not bound" in text
     assert "together, the first 100 steps: " in text

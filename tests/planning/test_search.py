@@ -25,7 +25,7 @@ def planned(tmp_path, capsys):
 
     def run(*more):
         options = ["--context", "32", "--machine", "A100-8", "--world", "2", "--json", str(tmp_path / "p.json")]
-        status = main(["plan", str(tmp_path), *options, "--mesh", "auto", *more])
+        status = main(["plan", str(tmp_path), *options, "--mesh", "auto", "--wide", *more])
         return status, capsys.readouterr().out, json.loads((tmp_path / "p.json").read_text())
 
     return run

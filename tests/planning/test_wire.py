@@ -84,7 +84,7 @@ def test_it_is_a_line_under_every_plan():
     options = {"machine": HERE, "stage": 3, "offload": None, "remat": None, "unit": lambda name: name}
     table = zerofn.plan(step_with(loss), init, torch.zeros(64, WIDTH), world=2, **options)
     line = r"int8 on the wire: 4 times as fast below [\d.]+ .?bit/s, nothing gained above [\d.]+ .?bit/s; [\d.]+ times"
-    for text in (table.text(), table.plan.text()):
+    for text in (table.text(wide=True), table.plan.text()):
         assert len(re.findall(line, text)) == 1, text
     assert table.json()["wire"]["form"] == "int8"
     alone = zerofn.plan(step_with(loss), init, torch.zeros(64, WIDTH), world=1, **options)

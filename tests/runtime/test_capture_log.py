@@ -10,6 +10,7 @@ import torch
 
 import zerofn
 from zerofn.runtime import capture_log
+from zerofn.util import sign_of_life
 
 
 class Terminal(io.StringIO):
@@ -19,8 +20,8 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    monkeypatch.setattr(capture_log, "SOON", 0.05)
-    monkeypatch.setattr(capture_log, "_AGAIN", 0.05)
+    monkeypatch.setattr(sign_of_life, "SOON", 0.05)
+    monkeypatch.setattr(sign_of_life, "_AGAIN", 0.05)
 
 
 def slow_step(state, batch):
@@ -58,7 +59,7 @@ def test_nothing_is_shown(monkeypatch, why):
     if why == "another rank":
         monkeypatch.setenv("RANK", "1")
     elif why == "a short capture":
-        monkeypatch.setattr(capture_log, "SOON", 30.0)
+        monkeypatch.setattr(sign_of_life, "SOON", 30.0)
     capture_log.while_capturing(slow_step_of)(type("Step", (), {"__name__": "step"})())
     assert terminal.getvalue() == ""
 

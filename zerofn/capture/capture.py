@@ -144,15 +144,11 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
         except CaptureError:
             raise
         except RuntimeError as error:
-            log.info(
-                "the step is traced again with torch.compiler.is_compiling() true, so that libraries may choose "
-                "another algorithm. The first trace failed with: %s",
-                str(error).splitlines()[0] if str(error) else type(error).__name__,
-            )
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
         sizes_may_be_unknown(inputs)
         try:
             with compiling():
-                return tracer(*inputs)
+                gm = tracer(*inputs)
         except RuntimeError as error:
             kinds = data_dependent_errors()
             asked = (".numpy()", "data pointer", "Size-like symbols: none")  # the last: a number's value, no size's
@@ -161,6 +157,12 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
             if "has_fw_view" in str(error):
                 raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
             raise
+    log.info(
+        "the step was traced with torch.compiler.is_compiling() true, so that libraries may choose another algorithm. "
+        "Traced without, it failed with: %s",
+        why,
+    )
+    return gm
 
 
 def _spans(copies: dict[int, list[Tensor]]) -> tuple[dict[int, tuple[int, int]], list[Tensor]]:

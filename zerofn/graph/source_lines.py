@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
+import os
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -65,7 +67,12 @@ def where(error: BaseException) -> str:
 
 
 def readable(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without library frames. If a library raised, the traceback ends at the user's line."""
+    """Return a traceback without library frames. If a library raised, the traceback ends at the user's line.
+
+    With `ZEROFN_TRACEBACK=full` return all frames.
+    """
+    if full_tracebacks():
+        return trace
     rows, libraries = [], library_prefixes()
     while trace is not None:
         rows.append(trace)
@@ -74,8 +81,37 @@ def readable(trace: TracebackType | None) -> TracebackType | None:
     if kept and kept[-1] is not rows[-1]:
         last = max((k for k, row in enumerate(kept) if not _file(row).startswith(OURS)), default=len(kept))
         kept = kept[: last + 1]
+    return _linked(kept)
+
+
+def full_tracebacks() -> bool:
+    """Return whether tracebacks have the frames of ZeroFn and of torch, too."""
+    return os.environ.get("ZEROFN_TRACEBACK") == "full"
+
+
+def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without ZeroFn's, torch's and Python's own frames.
+
+    It stays as it is with `ZEROFN_TRACEBACK=full`, and if our code failed where it does not raise an error itself.
+    """
+    rows = []
+    start = trace
+    while trace is not None:
+        rows.append(trace)
+        trace = trace.tb_next
+    last = linecache.getline(_file(rows[-1]), rows[-1].tb_lineno).strip() if rows else ""
+    if full_tracebacks() or not rows or _file(rows[-1]).startswith(OURS) and not last.startswith("raise"):
+        return start
+    return _linked([row for row in rows if not _is_of_library(_file(row))])
+
+
+def _is_of_library(file: str) -> bool:
+    return file.startswith((OURS, *library_prefixes())) or of_python(file)
+
+
+def _linked(rows: list[TracebackType]) -> TracebackType | None:
     out = None
-    for row in reversed(kept):
+    for row in reversed(rows):
         out = TracebackType(out, row.tb_frame, row.tb_lasti, row.tb_lineno)
     return out
 

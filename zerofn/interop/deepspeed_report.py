@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +16,7 @@ from .deepspeed import from_deepspeed
 from .deepspeed_file import check_keys, read
 from .deepspeed_keys import flat, known, row_of, turned_off
 
-_LEAST = 120  # columns, where the terminal has fewer or there is none
+_TABLE = 120  # columns of a terminal that has room for a table
 _WORDS = {"mapped": "becomes", "decided": "decided", "none": "no meaning", "refused": "refused"}
 
 
@@ -44,15 +46,28 @@ def every_key() -> list[tuple[str, Any, str, str]]:
 
 
 def text(rows: list[tuple[str, Any, str, str]], head: str = "value", width: int | None = None) -> str:
-    """Return rows as a table for a terminal. `width`: columns; the terminal's by default."""
+    """Return rows for a terminal: as a table, or in fewer than 120 columns as a paragraph each. `width`: columns; the
+    terminal's by default.
+    """
+    columns = width or Console().width
+    if columns < _TABLE:
+        return "\n".join(_paragraph(*row, head, columns) for row in rows)
     table = Table(box=None, pad_edge=False)
     for title, wraps in (("key", False), (head, True), ("here", False), ("what", True)):
         table.add_column(title, no_wrap=not wraps, overflow="fold")
     for key, value, word, what in rows:
         table.add_row(key, "" if value is None else str(value), word, what)
     out = io.StringIO()
-    Console(file=out, width=width or max(Console().width, _LEAST), highlight=False, markup=False).print(table)
+    Console(file=out, width=columns, highlight=False, markup=False).print(table)
     return out.getvalue().rstrip()
+
+
+def _paragraph(key: str, value: Any, word: str, what: str, head: str, width: int) -> str:
+    """Return a row as its key, its value and what becomes of it, and the sentence below, indented."""
+    given = "" if value is None else f" = {value}" if head == "value" else f" ({head} {value})"
+    wrap = functools.partial(textwrap.fill, width=width, break_on_hyphens=False)
+    first = wrap(f"{key}{given}: {word}", subsequent_indent="  ")
+    return f"{first}\n{wrap(what, initial_indent='    ', subsequent_indent='    ')}"
 
 
 def summary(config: str | os.PathLike[str] | Mapping[str, Any], auto: Mapping[str, Any], world: int) -> str:

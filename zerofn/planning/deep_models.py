@@ -40,6 +40,7 @@ class Estimator:
         requested.
         """
         one, other = self._planners
+        config = one.with_dtypes(config)
         states = zip(one.of_state(config), other.of_state(config), strict=True)
         state = Needs(*(round(self._at_depth(a, b)) for a, b in states))
         if lacks := lacking(state, self._machine, one.ranks_of_node):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ..comm.axes import USUAL, kind_of
 from ..cost.machine import Machine
-from ..graph.liveness import KINDS, Live
+from ..graph.liveness import Live
 from ..util.sizes import in_words, time_in_words
 from .plan import Plan
 from .rounds import TimedRounds
@@ -22,7 +22,7 @@ class Config(NamedTuple):
 
     `mesh`: the axes with several ranks, as (name, size). `cuts`: the argument `cuts=` as code, empty if no leaf is cut.
     `again`: whether each shard is cut once more, over the replicas (hpZ). `wire`: in addition to that of the precision.
-    `rounds`: whether the step is one of `zerofn.diloco`.
+    `rounds`: whether the step is one of `zerofn.diloco`. `own`: the dtypes that parameters have without a precision.
     """
 
     stage: int
@@ -37,6 +37,7 @@ class Config(NamedTuple):
     again: bool = False
     wire: Any = None
     rounds: bool = False
+    own: str = ""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -62,7 +63,7 @@ class Config(NamedTuple):
 
     def label(self, with_rows: bool = True) -> str:
         """Describe it in a few words."""
-        offload = self.offload and f"offload {_short(self.offload)}"
+        offload = self.offload and f"offload {in_short(self.offload)}"
         remat = self.remat and f"remat {self.remat}"
         rows = f"{self.rows} rows" if with_rows else ""
         parts = (
@@ -70,7 +71,7 @@ class Config(NamedTuple):
             f"stage {self.stage}",
             self.again and "hpz",
             offload,
-            self.precision and _short(self.precision),
+            self.precision and in_short(self.precision),
             self.wire and f"wire {self.wire}",
             remat,
             rows,
@@ -146,7 +147,7 @@ class OtherKind(NamedTuple):
         if row is None or not row.bound:
             return f"{head}: {'not planned' if row is None else row.lacks}"
         told = f"{time_in_words(row.seconds)} a step, bound by {row.bound}, {in_words(row.needs.device)} at its peak"
-        return f"{head}: {told}; sent: {_along(row.sent) or 'nothing'}"
+        return f"{head}: {told}; sent: {along(row.sent) or 'nothing'}"
 
 
 class OfStages(NamedTuple):
@@ -357,29 +358,14 @@ class Row:
         took = f"{time_in_words(self.seconds)} a step, bound by {self.bound}, {self.rate}"
         return f"{c.label()}: {about}{self.needs}; {took}; {self.lacks or 'fits'}"
 
-    def cells(self) -> list[str]:
-        """Return its cells of the table."""
-        c, peak = self.config, self.peak
-        about = "~ " if self.estimate is not None else ""
-        stage = f"{c.stage} hpz" if c.again else str(c.stage)
-        precision = _short(c.precision) + (f", wire {c.wire}" if c.wire else "")
-        out = [c.grid, str(self.pipelined or ""), stage, _short(c.offload), precision, c.remat or "-", str(c.rows)]
-        out.append(f"{about if self.bound else '> '}{in_words(self.needs.device)}")
-        out += [in_words(peak[kind]) if peak.get(kind) else "" for kind in KINDS]
-        out += [in_words(n) if n else "" for n in self.needs[1:]]
-        if not self.bound:
-            return [*out, "", "", "", "", self.lacks]
-        took, rate = f"{about}{time_in_words(self.seconds)}", f"{about}{self.rate}"
-        return [*out, _along(self.sent), took, self.bound, rate, self.lacks or "fits"]
 
-
-def _along(sent: dict[str, int]) -> str:
+def along(sent: dict[str, int]) -> str:
     """Return bytes by axis as a table shows them, the largest first; without the axis if there is only one."""
     several, most_first = len(sent) > 1, sorted(sent.items(), key=lambda x: -x[1])
     return ", ".join(f"{axis} {in_words(n)}" if several else in_words(n) for axis, n in most_first if n)
 
 
-def _short(value: Any) -> str:
+def in_short(value: Any) -> str:
     """Return an argument as a table shows it."""
     if value is None or isinstance(value, str):
         return value or "-"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from ..sharding.precision import Precision, made_for, resolve
 from ..sharding.shard import shard_fake
 from ..sharding.sharded import is_sharded
 from ..sharding.storage import StoredPart
+from ..util.sign_of_life import doing
+from ..util.sizes import in_words
 from .asked import ALL, BUDGET, WAYS, Asked, Cuts, Initial, Step, configs, listed
 from .plan import Plan
 from .plan_row import Config, Needs, Row, as_code, lacking
@@ -48,6 +51,9 @@ def _usual_cuts(mesh: Mesh, written: str = "", **options: str) -> str:
     given = {**({"cuts": others} if others else {}), **options}
     more = "".join(f", {name}={value}" for name, value in given.items())
     return f"{KINDS[PIPE].cuts.removesuffix(')')}{more})"
+
+
+_DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 class _Prepared(NamedTuple):
@@ -115,6 +121,7 @@ class RowPlanner:
 
     def row(self, config: Config) -> Row:
         """Plan one configuration."""
+        config = self.with_dtypes(config)
         found = self._of_ranks(config)
         if isinstance(found, Row):
             return found
@@ -134,6 +141,7 @@ class RowPlanner:
 
         Raises `ValueError` for other recomputation than none, "auto" and "full".
         """
+        config = self.with_dtypes(config)
         found = self._of_ranks(config)
         if isinstance(found, Row):
             yield found
@@ -144,6 +152,14 @@ class RowPlanner:
                 yield self._of_all(found, rows)
             except ValueError:  # there is nothing to recompute
                 return
+
+    def with_dtypes(self, config: Config) -> Config:
+        """Return a configuration with the dtypes of parameters, if it has no precision, which would set them."""
+        if config.precision is not None:
+            return config
+        with self._fake():
+            state = self._initials.of(self._step.init_state, made_for(config.precision, config.wire))
+        return config._replace(own=dtypes_of(state))
 
     def laid(self, config: Config) -> Any:
         """Return the state, laid out on the first rank, without memory."""
@@ -182,6 +198,7 @@ class RowPlanner:
         """Return the captured step of every stage's rank, and of every rank of an axis whose ranks run different
         operations. The plan is that of the rank that needs the most.
         """
+        doing(f"planning {self._step.name}, {config.label()}")
         found: list[_Prepared] = []
         for mesh in as_stages(self._mesh):
             with unlike_work() as unlike:
@@ -235,7 +252,7 @@ class RowPlanner:
             try:
                 choices = self._choices(found.pipeline, program, config)
             except OverBudget as error:
-                return Row(config, found.needs, f"the least that it takes is {error.least:,}", None)
+                return Row(config, found.needs, f"the least that it takes is {in_words(error.least)}", None)
             found.pipeline.finish(program, choices=choices, budget=_budget(config))
             plan = Plan(program, m, found.fake)
         memory = plan.memory()
@@ -274,6 +291,16 @@ def _copied(program: Program) -> Program:
 
 def _need(row: Row) -> tuple[bool, float]:
     return not row.fits, row.needs.device
+
+
+def dtypes_of(state: Any) -> str:
+    """Return the dtypes of a state's parameters in a word: "fp32", or "bf16 and fp32", that of most elements first."""
+    params = state.get("params", state) if isinstance(state, dict) else getattr(state, "params", state)
+    found = Counter[str]()
+    for x in tree.leaves(params):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            found[_DTYPES.get(x.dtype, str(x.dtype).removeprefix("torch."))] += x.numel()
+    return " and ".join(name for name, _ in found.most_common())
 
 
 def state_needs(state: Any) -> Needs:

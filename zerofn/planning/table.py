@@ -8,32 +8,15 @@ from functools import cached_property
 from typing import Any
 
 from ..cost.machine import Machine
-from ..graph.liveness import KINDS
 from ..util.html import preformatted, table
 from ..util.sizes import in_words
+from .narrow_table import code_of, details_of, filled, narrow_lines, remat_in_words, shared
 from .picture import File, draw_rows, page
 from .plan import Plan
 from .plan_row import Row
+from .verdict import fits, nothing_fits
+from .wide_table import wide_columns, wide_lines
 from .wire import BreakEven
-
-_HEAD = (
-    "mesh",
-    "pipeline",
-    "stage",
-    "offload",
-    "precision",
-    "remat",
-    "batch",
-    "device",
-    *KINDS,
-    "host",
-    "drives",
-    "sent",
-    "step",
-    "bound by",
-    "speed",
-    "",
-)
 
 
 class Table:
@@ -112,23 +95,39 @@ class Table:
         """See `Plan.graph`."""
         return self.plan.graph
 
-    def text(self) -> str:
-        """Return all rows, and the code for the best one."""
-        cells, lines, best = self._cells(), [self._title()], self._best
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for row, told in zip((None, *self.rows), cells, strict=True):
-            mark = "*" if row is not None and row is best else " "
-            lines.append(f"{mark} " + "  ".join(x.rjust(w) for x, w in zip(told, widths, strict=True)).rstrip())
-        lines += [f"  {x}" for x in self._details()]
-        lines += [f"  left out: {x}" for x in self.left_out]
-        lines.append(f"* {self._advice()}" if best is not None else self._advice())
-        return "\n".join(lines)
+    def text(self, wide: bool = False, price: float | None = None) -> str:
+        """Return a verdict, all rows, and the code for the best one, in 80 columns.
+
+        `wide`: with all columns: the bytes of each kind, what is sent, what limits the step. `price`: of a GPU-hour;
+        the verdict then has the cost of a billion tokens. `print(table)` shows the text without arguments.
+        """
+        best, rows = self._best, self.rows
+        notes = [*self._details(), *(f"left out: {x}" for x in self.left_out)]
+        if wide:
+            lines = wide_lines(rows, best)
+            return "\n".join(
+                [self.verdict(price), "", self._title(), *lines, *(f"  {x}" for x in notes), *self._code()]
+            )
+        title = f"{self._title()}{shared(rows)}"
+        shown = [] if self._shown is None else details_of(self._shown)
+        below = [filled(x, "  ") for x in (*shown, *remat_in_words(rows), *notes)]
+        told = [filled(self.verdict(price)), "", filled(title), *narrow_lines(rows, best), ""]
+        return "\n".join([*told, *below, *self._code(wrap=True)])
+
+    def verdict(self, price: float | None = None) -> str:
+        """Return in a sentence whether something fits, what it costs, and which row is faster but needs more.
+
+        `price`: of a GPU-hour; the sentence then has the cost of a billion tokens, too.
+        """
+        if not self.rows:
+            return f"{self.name}: nothing was planned."
+        if self._best is None:
+            return nothing_fits(self.nearest)
+        return fits(self._best, self.rows, self.machine, self.world, price=price)
 
     def _title(self) -> str:
-        return (
-            f"{self.name} on {self.world} rank(s) of {self.machine.name}, {in_words(self.machine.memory)} each; "
-            "bytes of a rank at its peak, by kind"
-        )
+        ranks = f"{self.world} rank{'s' * (self.world != 1)}"
+        return f"{self.name} on {ranks} of {self.machine.name}, {in_words(self.machine.memory)} each"
 
     def _details(self) -> list[str]:
         """Return the `Row.details` of the best row, or of the nearest one, and the gain of codes."""
@@ -144,19 +143,13 @@ class Table:
         plan = None if self._shown is None else self._shown.plan
         return None if plan is None else plan.break_even
 
-    def _cells(self) -> list[list[str]]:
-        """Return the head and all rows, without columns that are empty."""
-        cells = [list(_HEAD), *(row.cells() for row in self.rows)]
-        several = any(row.config.on_axes for row in self.rows)
-        full = [k for k, name in enumerate(_HEAD) if any(row[k].strip("-") for row in cells[1:]) or not name]
-        shown = [k for k in full if several or _HEAD[k] != "mesh"]
-        return [[told[k] for k in shown] for told in cells]
-
-    def _advice(self) -> str:
-        """Return the code for the best row."""
-        near = self.nearest
-        nothing = f"Nothing fits. The nearest: {near.config.call()}, {near.lacks}."
-        return nothing if self._best is None else self._best.config.call()
+    def _code(self, wrap: bool = False) -> list[str]:
+        """Return the code for the best row, or for the nearest one."""
+        row = self._shown
+        if row is None:
+            return []
+        head = "" if self._best is None else "* "
+        return ["", code_of(row.config)] if wrap else [f"{head}{row.config.call()}"]
 
     def json(self) -> dict[str, Any]:
         """Return the whole table as numbers (bytes, seconds) and texts."""
@@ -165,6 +158,7 @@ class Table:
             "name": self.name,
             "ranks": self.world,
             "machine": self.machine.name,
+            "verdict": self.verdict(),
             "best": best,
             "rows": [row.json() for row in self.rows],
             "left_out": self.left_out,
@@ -190,10 +184,10 @@ class Table:
         )
 
     def _repr_html_(self) -> str:
-        head, *rows = self._cells()
+        head, *rows = wide_columns(self.rows)
         marked = None if self._best is None else self.rows.index(self._best)
-        body = table(self._title(), head, rows, left=[len(head) - 1], marked=marked)
-        told = [*self._details(), *(f"left out: {x}" for x in self.left_out), self._advice()]
+        body = table(f"{self.verdict()} {self._title()}:", head, rows, left=[len(head) - 1], marked=marked)
+        told = [*self._details(), *(f"left out: {x}" for x in self.left_out), *self._code(wrap=True)]
         return page(body + preformatted("\n".join(told)), self._draw)
 
     def __repr__(self) -> str:

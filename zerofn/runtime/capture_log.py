@@ -4,15 +4,11 @@ of life on a terminal, where a capture takes long.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -21,14 +17,14 @@ from ..capture.float8_products import none_is_float8
 from ..graph.program import Program, tensor_of
 from ..job.agreement import rank_and_size
 from ..ops import cpu, cuda
+from ..util.sign_of_life import sign_of_life
 from ..util.sizes import in_words, time_in_words
+from ..util.visible_log import show_log
 from .captured_step import CapturedStep
 
 log = logging.getLogger("zerofn")
 _OUTSIDE = "something outside its arguments"
 MANY = 8  # captures of one step before a warning: a few shapes are normal
-SOON = 2.0  # seconds of a capture until a terminal shows that it goes on
-_AGAIN = 0.5
 _NAMED = 5  # parameters in a warning
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,36 +34,10 @@ def while_capturing(method: F) -> F:
 
     @functools.wraps(method)
     def shown(self: Any, *args: Any) -> Any:
-        with _sign_of_life(self.__name__):
+        with sign_of_life(f"capturing {self.__name__}"):
             return method(self, *args)
 
     return shown  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _sign_of_life(name: str) -> Iterator[None]:
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    over, began, stream = threading.Event(), time.monotonic(), sys.stderr
-
-    def show() -> None:
-        pause, text = SOON, ""
-        while not over.wait(pause):
-            pause, text = _AGAIN, f"capturing {name}: {time.monotonic() - began:.0f} s"
-            stream.write(f"\r{text}")
-            stream.flush()
-        if text:
-            stream.write(f"\r{' ' * len(text)}\r")
-            stream.flush()
-
-    thread = threading.Thread(target=show, name="zerofn-capturing", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def told_of(num_signatures: int, entries: Sequence[CapturedStep], timings: dict[str, Any], options: Any) -> str:
@@ -90,6 +60,7 @@ class CaptureLog:
     """Logs the captures of one step."""
 
     def __init__(self, name: str) -> None:
+        show_log()
         self._name = name
         self._before: dict[str, str] = {}  # inputs of the last capture: entry -> shape and dtype, or number
         self._changes: Counter[str] = Counter()  # entry -> captures in which it differed from the one before
@@ -105,11 +76,12 @@ class CaptureLog:
         """
         now = program.describe()
         pairs = {k: (self._before.get(k, "nothing"), now.get(k, "nothing")) for k in {**now, **self._before}}
-        changes = {k: f"{k} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
+        changes = {k: f"{k.rstrip('.')} {was} -> {is_now}" for k, (was, is_now) in pairs.items() if was != is_now}
         if why:
             changes = {_OUTSIDE: why}
         self._warn(changes, {f"batch.{name}" for name in program.batch.baked})
         why = "; ".join([*changes.values()][:3]) or "another structure"
+        again = " again" if self._before else ""
         if not self._before:
             why = "first call"
         self._before = now
@@ -119,8 +91,9 @@ class CaptureLog:
         if program.float8 is not None and none_is_float8(program.float8) and rank_and_size()[0] == 0:
             log.warning("%s: with precision='fp8', %s", self._name, _no_products(program.float8))
         log.info(
-            "%s: captured (%s): %s, %d nodes, %.2f s%s",
+            "%s: captured%s (%s): %s, %d nodes, %.2f s%s",
             self._name,
+            again,
             why,
             _kind(program, donating),
             len(program.gm.graph.nodes),
@@ -198,8 +171,11 @@ def _baked(constants: Sequence[Tensor]) -> str:
 
 @functools.cache
 def _tell_of_kernels(device: str) -> None:
-    """Log, once for each device type, why update rules run as torch operations: the kernels are missing."""
+    """Warn, once for each device type, that update rules run as torch operations, as the kernels are missing."""
+    if rank_and_size()[0] > 0:
+        return
     kernels = {"cpu": cpu, "cuda": cuda}.get(device)
     why = kernels.missing() if kernels is not None else None
     if why:
-        log.info("%s torch's operations do the same, more slowly.", why)
+        chosen = os.environ.get("ZEROFN_NATIVE") == "0"
+        log.log(logging.INFO if chosen else logging.WARNING, "%s torch's operations do the same, more slowly.", why)

@@ -1,17 +1,44 @@
-"""Notes on an error that a captured step raises while it runs: the operation and the user's line."""
+"""What a person sees of a step's error: the user's frames if it cannot be captured; notes on the operation and the
+user's line if it fails while it runs.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .._torch_compat import OpOverload
 from ..capture.advice import note_dtypes
 from ..capture.capture import capture
 from ..graph.program import Program
-from ..graph.source_lines import place_of
+from ..graph.source_lines import place_of, without_our_frames
 from ..util.errors import note
 from .executor import failed_node
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def users_frames(through: str) -> Callable[[F], F]:
+    """Wrap a method, so that errors of the method `through`, which captures, come with the user's frames alone."""
+
+    def wrap(method: F) -> F:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(*args, **kwargs)
+            except Exception as error:
+                row = error.__traceback__
+                while row is not None and row.tb_frame.f_code.co_name != through:
+                    row = row.tb_next
+                if row is None:
+                    raise
+                short = without_our_frames(error.__traceback__)
+                raise error.with_traceback(short)  # noqa: B904 (its cause is its own)
+
+        return call  # type: ignore[return-value]
+
+    return wrap
 
 
 def explain(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
 from typing import Any, NoReturn
+
+from .user_line import is_users
 
 _EMPTY = CellType()  # compares equal whatever the notes hold
 
@@ -87,7 +91,17 @@ class DiskError(OSError):
 
 
 class CaptureError(RuntimeError):
-    """The step cannot be captured. The message says which line is the cause, why, and what to write instead."""
+    """The step cannot be captured. The message says which line is the cause, why, and what to write instead.
+
+    The traceback has the user's frames alone; with the environment variable `ZEROFN_TRACEBACK=full` it has all.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """In a notebook: the sentence first, then the user's frames."""
+        rows = traceback.extract_tb(self.__traceback__)
+        if os.environ.get("ZEROFN_TRACEBACK") != "full":
+            rows = [x for x in rows if is_users(x.filename)]
+        return [said(self), "", *"".join(traceback.format_list(rows)).splitlines()]
 
 
 class CheckpointError(RuntimeError):
