@@ -74,9 +74,9 @@ def remat_in_words(rows: Iterable[Row]) -> list[str]:
 def filled(text: str, indent: str = "") -> str:
     """Return a text in lines of 80 characters."""
     after = f"{indent}  " if indent else ""
-    whole = {"break_long_words": False, "break_on_hyphens": False}
+    wrapper = textwrap.TextWrapper(WIDTH, indent, after, break_long_words=False, break_on_hyphens=False)
     joined = _AMOUNT.sub("\\1\xa0\\2", text)  # a number stays with its unit
-    return textwrap.fill(joined, WIDTH, initial_indent=indent, subsequent_indent=after, **whole).replace("\xa0", " ")
+    return wrapper.fill(joined).replace("\xa0", " ")
 
 
 def code_of(config: Config) -> str:
@@ -129,7 +129,8 @@ def _batch(row: Row) -> str:
 
 def _code(node: ast.stmt | ast.expr | ast.keyword, indent: int, after: str = "") -> str:
     """Return a statement or an argument; a call that is too long has its arguments on lines of their own."""
-    before, value = "", node
+    before = ""
+    value: ast.AST = node
     if isinstance(node, ast.Assign):
         before, value = f"{ast.unparse(node.targets[0])} = ", node.value
     elif isinstance(node, ast.keyword):
@@ -138,7 +139,7 @@ def _code(node: ast.stmt | ast.expr | ast.keyword, indent: int, after: str = "")
     flat = f"{space}{before}{ast.unparse(value)}{after}"
     if len(flat) <= WIDTH or not isinstance(value, ast.Call):
         return flat
-    arguments = [*value.args, *value.keywords]
+    arguments: list[ast.expr | ast.keyword] = [*value.args, *value.keywords]
     inner = f"{space}    {', '.join(map(ast.unparse, arguments))}"
     lines = [inner] if len(inner) <= WIDTH else [_code(x, indent + 4, ",") for x in arguments]
     return "\n".join([f"{space}{before}{ast.unparse(value.func)}(", *lines, f"{space}){after}"])

@@ -98,7 +98,7 @@ class CaptureError(RuntimeError):
 
     def _render_traceback_(self) -> list[str]:
         """In a notebook: the sentence first, then the user's frames."""
-        rows = traceback.extract_tb(self.__traceback__)
+        rows = list(traceback.extract_tb(self.__traceback__))
         if os.environ.get("ZEROFN_TRACEBACK") != "full":
             rows = [x for x in rows if is_users(x.filename)]
         return [said(self), "", *"".join(traceback.format_list(rows)).splitlines()]
