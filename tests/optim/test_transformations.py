@@ -217,9 +217,30 @@ def test_transformations_are_equal_by_name_and_arguments():
     assert optim.sgd(0.1) != optim.sgd(0.2)
     assert optim.masked(optim.trace(0.9), trees.is_matrix) != optim.masked(optim.trace(0.8), trees.is_matrix)
     assert rmsprop(0.1) != rmsprop(0.2)  # nameless: only the same functions are the same
+
+
+def is_matrix(leaf):
+    return len(leaf.shape) > 1
+
+
+def test_a_transformation_is_shown_as_code_that_makes_it():
     assert repr(optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(0.1))) == (
-        "chain(clip_by_global_norm(1.0), sgd(0.1, None, False, 0.0, None, None, None))"
+        "chain(clip_by_global_norm(max_norm=1.0), sgd(learning_rate=0.1, nesterov=False, weight_decay=0.0))"
     )
+    several = {**vars(optim), "is_matrix": is_matrix}
+    warm_up = optim.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100, exponent=2.0)
+    cycle = {"init_value": 0.0, "peak_value": 1.0, "warmup_steps": 10, "decay_steps": 100}
+    for x in (
+        optim.adam(0.1, 0.8, 0.9, moments="bf16"), optim.adamw(warm_up, weight_decay=0.1, mask=is_matrix),
+        optim.onebit_adam(0.1, weight_decay=0.2, freeze_step=7), optim.muon(0.1, ns_steps=4, matrices=is_matrix),
+        optim.onebit_lamb(0.1, weight_decay=0.2, mask=is_matrix, freeze_step=7, max_coeff=9.0, factor_min=0.4),
+        optim.zero_one_adam(0.1, var_freeze_step=9), optim.lookahead(optim.lion(0.1, lr_scale=is_matrix), 3, 0.5),
+        optim.adafactor(0.1, momentum=0.9, weight_decay_mask=is_matrix), optim.rmsprop(0.1, centered=True),
+        optim.exponential_decay(1.0, 10, 0.5, end_value=0.1), optim.warmup_decay_lr(100, warmup_type="linear"),
+        optim.cosine_onecycle_schedule(10, 0.1), optim.linear_schedule(1.0, 0.0, 10), optim.constant_schedule(0.1),
+    ):  # fmt: skip
+        assert eval(repr(x), several) == x and ("=" in repr(x)), repr(x)
+    assert repr(optim.sgdr_schedule([cycle])).startswith("sgdr_schedule(cosine_kwargs=((('decay_steps', 100), ")
 
 
 @pytest.mark.parametrize(

@@ -314,6 +314,21 @@ def test_parts_of_a_tree_train_apart(ranks, stage, container):
     ranks(2, parts, stage, container)
 
 
+def test_a_unit_is_shown_with_those_that_were_merged_into_it():
+    big = torch.zeros(1 << 16)
+    leaves = {
+        "tokens.w": big,
+        "h.0.w": big,
+        "h.0.b": torch.zeros(3),
+        "norm.w": torch.zeros(3),
+        "norm.b": torch.zeros(3),
+    }
+    shown = repr(shard({"params": leaves})["params"])
+    assert "  h.0 + norm    4 leaves " in shown and "  tokens " in shown
+    own = repr(shard({"params": leaves}, unit=lambda name: "all")["params"])
+    assert "  all    5 leaves" in own
+
+
 def looks(stage):
     p = shard({"params": {"h.0.w": torch.arange(5000.0).view(50, 100), "h.0.b": torch.zeros(3)}}, stage=stage)["params"]
     held = p["h.0.w"]

@@ -10,6 +10,7 @@ from .. import tree
 from ..tree import Path
 from .leaf_choices import ask_names
 
+_NAMED = 3  # units merged into another that its title names
 SMALL = 1 << 16  # elements: smaller units are not worth a collective of their own
 
 
@@ -44,6 +45,21 @@ def units_by_leaf(
             last[key] = name
         found.update(dict.fromkeys(indices, last[key]))
     return found
+
+
+def title(unit: str, leaves: Sequence[str]) -> str:
+    """Return the name of a unit with those of small units that were merged into it, which have leaves of their own.
+
+    >>> title("h.1", ["h.1.attn.weight", "h.1.attn.bias", "norm.weight"])
+    'h.1 + norm'
+    """
+    found = dict.fromkeys(_group((name,)) for name in leaves)
+    name, sign, kind = unit.partition(" (")
+    if name not in found:
+        return unit  # the user has named it
+    others = [x for x in found if x != name]
+    more = f" + {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+    return " + ".join([name, *others[:_NAMED]]) + more + sign + kind
 
 
 def _group(path: Path) -> str:

@@ -88,7 +88,8 @@ def _adam(
     def call(tensors: list[Tensor], runs: tuple[Any, ...], offset: int) -> Any:
         return torch.ops.zerofn.adamw(*tensors, *runs, b1, b2, eps, name == "adamw", moments, offset)
 
-    args = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
+    decays = (weight_decay, mask) if name == "adamw" else ()
+    args = (learning_rate, b1, b2, eps, *decays, lr_scale, moments)
     init = partial(init_moments, moments=moments)
     return fused_rule(name, args, init, update, call, ("mu", "nu"), learning_rate, constants)
 

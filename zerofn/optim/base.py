@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -13,6 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..geometry.layout import LeafInfo as LeafInfo
 from ..util.arguments import check_fields
+from .as_code import as_code
 
 ScalarOrSchedule = float | Callable[[Tensor], Any]
 
@@ -103,7 +103,7 @@ class GradientTransformation:
 
     def __repr__(self) -> str:
         name, args = self.about.name, self.about.args
-        return f"{name}({', '.join(map(shown, args))})" if name else "GradientTransformation(...)"
+        return as_code(name, args) if name else "GradientTransformation(...)"
 
 
 def masks_of(name: str, mask: Mask | None) -> tuple[tuple[str, Mask], ...]:
@@ -121,11 +121,6 @@ def rate_inside(tx: GradientTransformation, state_of: Callable[[Any], Any]) -> C
     """Return the learning rate of `tx` as a function of the state around it, of which `state_of` takes that of `tx`."""
     rate = tx.about.learning_rate
     return None if rate is None else lambda state: rate(state_of(state))
-
-
-def shown(x: Any) -> str:
-    """Return a hyperparameter as Python code would write it; a function by its name."""
-    return x.__qualname__.rpartition("<locals>.")[2] if inspect.isroutine(x) else repr(x)
 
 
 class EmptyState(NamedTuple):

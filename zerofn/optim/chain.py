@@ -24,8 +24,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     the last has moments in another format: only a fused update rounds them stochastically.
 
     >>> from zerofn import optim
-    >>> optim.chain(optim.clip_by_global_norm(1.0), optim.lamb(1e-3))
-    chain(clip_by_global_norm(1.0), lamb(0.001, 0.9, 0.999, 1e-06, 0.0, 0.0, None))
+    >>> optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1e-3))
+    chain(clip_by_global_norm(max_norm=1.0), sgd(learning_rate=0.001, nesterov=False, weight_decay=0.0))
     """
     for t in transformations:
         checks.transformation("chain", t, phases=True)

@@ -79,4 +79,4 @@ def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
             raise TypeError(f"sgdr_schedule: cosine_kwargs[{k}]: {error}") from None
         boundaries.append(boundaries[-1] + kwargs["decay_steps"])
     args = tuple(tuple(sorted(kwargs.items())) for kwargs in cycles)
-    return Schedule("sgdr_schedule", args, join_schedules(schedules, boundaries[1:-1]).fn)
+    return Schedule("sgdr_schedule", (args,), join_schedules(schedules, boundaries[1:-1]).fn)

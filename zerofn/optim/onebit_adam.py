@@ -78,7 +78,7 @@ def onebit_adam(
 
     >>> from zerofn import optim
     >>> optim.onebit_adam(1e-3, freeze_step=1000)
-    onebit_adam(0.001, 0.9, 0.999, 1e-08, 0.0, None, None, 1000)
+    onebit_adam(learning_rate=0.001, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, freeze_step=1000)
     """
     checks.count("onebit_adam", 1, freeze_step=freeze_step)
     how = (learning_rate, b1, b2, eps, weight_decay, mask, lr_scale)

@@ -124,7 +124,8 @@ def onebit_lamb(
     rule = _Rule(name, how, LeafConstants(weight_decay, mask, None))
     label = rule.constants.both if mask else None
     rate = lambda state: rate_at(learning_rate, state.count)  # noqa: E731
-    about = About(name, (*how, weight_decay, mask, freeze_step), label, rate, phase_at(freeze_step))
+    args = (*how[:4], weight_decay, mask, freeze_step, *how[4:])  # in the order of the function's
+    about = About(name, args, label, rate, phase_at(freeze_step))
     return GradientTransformation(rule.init, rule.update, about, masks_of(name, mask), Fused(rule.apply))
 
 

@@ -32,8 +32,7 @@ def rmsprop(
     hyperparameters out of range, and for `nesterov` without momentum.
 
     >>> from zerofn import optim
-    >>> optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
-    rmsprop(0.001, 0.9, 1e-08, 0.0, False, False, 0.9, False, False)
+    >>> tx = optim.rmsprop(1e-3, eps_in_sqrt=False, momentum=0.9)
     """
     checks.learning_rate("rmsprop", learning_rate)
     check_average("rmsprop", decay, eps, initial_scale)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..util.arguments import checked, known_arguments
 from . import checks
+from .as_code import as_code
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Schedule:
         return float(self.fn(torch.tensor(count, dtype=torch.float64)))
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(map(repr, self.args))})"
+        return as_code(self.name, self.args)
 
 
 @known_arguments

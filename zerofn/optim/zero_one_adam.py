@@ -37,8 +37,7 @@ def zero_one_adam(
     `ValueError` for hyperparameters out of range.
 
     >>> from zerofn import optim
-    >>> optim.zero_one_adam(1e-3, var_freeze_step=10_000)
-    zero_one_adam(0.001, 0.9, 0.999, 1e-08, 0.0, None, None, 10000, 16)
+    >>> tx = optim.zero_one_adam(1e-3, var_freeze_step=10_000)
     """
     name = "zero_one_adam"
     checks.count(name, 1, var_freeze_step=var_freeze_step, var_update_scaler=var_update_scaler)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import tree
 from ..comm.mesh import Mesh
 from ..comm.transport import wait_
+from ..geometry.grouping import title
 from ..geometry.layout import Layout, Leaf
 from ..job.in_flight import pending
 from ..memory import donation
@@ -294,7 +295,7 @@ def _rows(sharded: Sharded) -> list[tuple[str, ...]]:
         a, b = sharded.spec.bounds(unit)
         dtype = str(shard.dtype).removeprefix("torch.") + shard.storage.note
         numbers = (f"{len(unit.leaves)}", f"{unit.numel:,}", dtype, f"[{a:,}:{b:,}]", f"{shard.nbytes:,}")
-        rows.append((unit.name, *numbers, "" if unit.trainable else "frozen"))
+        rows.append((title(unit.name, [x.name for x in unit.leaves]), *numbers, "" if unit.trainable else "frozen"))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -354,7 +355,7 @@ def _short(x: Any) -> str:
     if isinstance(x, Sharded):
         return repr(x).replace("\n", "\n  ")
     if isinstance(x, GradientTransformation):
-        return repr(x)
+        return textwrap.fill(repr(x), 110, subsequent_indent="      ", break_long_words=False, break_on_hyphens=False)
     if isinstance(x, StaticLossScale):
         return f"{type(x).__name__}({_short(x.loss_scale)})"
     if isinstance(x, Tensor):
