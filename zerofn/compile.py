@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import passes, schedules, tree
+from . import passes, tree
 from .capture.advice import no_leaf
 from .capture.between_ranks import NumberedStep
 from .capture.checked_capture import captured, captured_with_outline, dry_result
@@ -24,7 +24,7 @@ from .job.agreement import agree_on, rank_and_size
 from .job.failures import abandon
 from .job.in_flight import pending
 from .job.step_order import RanksOutOfStep, meetings
-from .lowering.backends import backend_of
+from .lowering.backends import BackendWord, backend_of
 from .memory.host_allocator import keep_freed_memory
 from .memory.turns import StepTurn, is_inside_step, outside_steps
 from .offload.host_worker import worker
@@ -48,10 +48,12 @@ from .runtime.hooks import before_step
 from .runtime.inputs import Inputs, collect, params_among, refill_copies, resolved, seen_of, signature_of
 from .runtime.interrupts import whole_steps
 from .runtime.kinds_of_steps import KindsOfSteps
-from .runtime.options import Options
+from .runtime.options import Options, Remat
 from .runtime.outputs import returned
 from .runtime.rank_comparison import agree_among_slices, agreed_inputs, agreed_text, only_sums, refuse_differences
 from .runtime.repeatable import arithmetic
+from .runtime.typed_step import B, R, S, TypedStep
+from .schedules.own import AsSchedule
 from .sharding.allocate import keep_halves
 from .sharding.sharded import is_sharded, mesh_among
 from .sharding.state_tree import as_tensor
@@ -65,19 +67,19 @@ KEPT = 128  # signatures of a step, each about 1 MB: those used last
 
 @checked("train_step", "donate", "deterministic", "broadcast_buffers")
 def compile(
-    train_step: Callable[[Any, Any], Any],
+    train_step: Callable[[S, B], R],
     *,
     donate: bool = True,
     memory: int | str | None = None,
-    remat: str | None = None,
+    remat: Remat | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
-    backend: str | Backend = "eager",
+    backend: BackendWord | Backend = "eager",
     passes: Callable[[list[Pass]], list[Pass]] | Sequence[Pass] | None = None,
     deterministic: bool = False,
     broadcast_buffers: bool = False,
     watch: Sequence[Any] = (),
-    schedule: str | schedules.Schedule | Sequence[Sequence[Any]] | None = None,
-) -> CompiledStep:
+    schedule: AsSchedule | None = None,
+) -> CompiledStep[S, B, R]:
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, for every new signature (structure, shapes, dtypes, ints and floats of the
@@ -130,19 +132,18 @@ _Make = Callable[[], tuple[Captured, str]]
 _Made = tuple[CapturedStep, Sequence[Tensor]]  # what will run, and what it closes over
 
 
-class CompiledStep:
+class CompiledStep(TypedStep[S, B, R]):
     """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes. `state`: the newest
     state that it has returned, for the case that Ctrl-C ends the function that had it; write None to free it.
     """
 
-    def __init__(self, train_step: Callable[[Any, Any], Any], options: Options) -> None:
+    def __init__(self, train_step: Callable[[S, B], R], options: Options) -> None:
         self._step, self._options = train_step, options
         self.__wrapped__ = train_step  # a step that calls this one is guarded by what its function reads
         self._captures: dict[Any, Captures] = {}  # by signature; the longest unused first
         self._agreed_steps, self._checks, self._kinds = AgreedSteps(), Checks(), KindsOfSteps()
         self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
-        self.state: Any = None
         self.__name__ = getattr(train_step, "__name__", "step")
         self._log, self._left_out = CaptureLog(self.__name__), LeftOut(self.__name__)
 
@@ -159,9 +160,8 @@ class CompiledStep:
         """A rank's operations in matrix products, as last called; 0 before. What is recomputed does not count."""
         return flops_of_step(self._last.entries[-1].program).model if self._last and self._last.entries else 0
 
-    @users_frames("_entry_for")
-    def __call__(self, state: Any, batch: Any) -> Any:
-        """Run one step. Inside another step it is the function that was compiled."""
+    def called(self, state: Any, batch: Any) -> Any:
+        """Run one step, or call the function if this is inside another step."""
         if is_inside_step():
             return self._step(state, batch)
         if (dry_run := current_dry_run()) is not None:
@@ -192,7 +192,7 @@ class CompiledStep:
 
     @users_frames("_entry_for")
     @outside_steps("step.lower")
-    def lower(self, state: Any, batch: Any) -> Plan:
+    def lower(self, state: S, batch: B) -> Plan:
         """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.
 
         The step is captured and scheduled; the next call runs it. Nothing is allocated. All ranks must call it.
@@ -200,9 +200,7 @@ class CompiledStep:
         return Plan(self._planned(state, batch).program)
 
     @outside_steps("step.profile")
-    def profile(
-        self, state: Any, batch: Any, machine: Machine | str | os.PathLike[str] | None = None
-    ) -> tuple[Any, Profile]:
+    def profile(self, state: S, batch: B, machine: Machine | str | os.PathLike[str] | None = None) -> tuple[R, Profile]:
         """Run two steps on this batch, and return (what the second returns, `Profile`).
 
         The first step measures every operation, the second one follows memory. `machine`: the profile that

@@ -39,12 +39,12 @@ _REPLACED = "was replaced while it was read"
 @checked()
 def load(
     path: str | os.PathLike[str],
-    like: Any,
+    like: T,
     *,
     only: str | None = None,
     rename: Callable[[str], str | None] | None = None,
     donate: bool = False,
-) -> Any:
+) -> T:
     """Return the state that was saved at `path`, with the layout of `like`.
 
     World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values have

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,12 +27,14 @@ log = logging.getLogger("zerofn")
 
 WHAT = "zerofn.load_safetensors"
 
+T = TypeVar("T")
+
 
 @checked()
 @outside_steps(WHAT)
 def load_safetensors(
-    path: str | os.PathLike[str], like: Any, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
-) -> Any:
+    path: str | os.PathLike[str], like: T, *, strict: bool = True, rename: Callable[[str], str | None] | None = None
+) -> T:
     """Return pretrained weights, with the layout and dtypes of the parameters `like` (`Sharded` or a plain tree).
 
     `path`: a .safetensors file, or a folder with `model.safetensors` or `model.safetensors.index.json`. Every rank

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,16 +34,19 @@ class Readable(Protocol):
         """Fill the 1-d `into` with the raveled tensor's elements from `start` on, cast to its dtype."""
 
 
+T = TypeVar("T")
+
+
 @checked()
 @outside_steps(WHAT)
 def load_state_dict(
     state_dict: Mapping[str, Tensor | Readable] | Callable[[], Mapping[str, Tensor | Readable]],
-    like: Any,
+    like: T,
     *,
     strict: bool = True,
     rename: Callable[[str], str | None] | None = None,
     donate: bool = False,
-) -> Any:
+) -> T:
     """Return the tensors of a state dict, with the layout and dtypes of the tree `like` (`Sharded` or plain).
 
         params = load_state_dict(module.state_dict(), like=state.params)

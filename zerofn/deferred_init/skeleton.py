@@ -15,7 +15,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -35,10 +35,11 @@ from .quantised import quantised_refused, refuse_quantised
 log = logging.getLogger("zerofn")
 
 _LARGE = 1 << 30  # bytes
+M = TypeVar("M", bound=nn.Module)
 
 
 @checked()
-def skeleton(build: Callable[[], nn.Module], *, device: torch.device | str | None = None) -> nn.Module:
+def skeleton(build: Callable[[], M], *, device: torch.device | str | None = None) -> M:
     """Return the module that `build()` makes, with its real buffers, but with parameters that have shapes and no
     values.
 

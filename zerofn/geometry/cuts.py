@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..comm.axes import PIPE, kind_of
 from ..comm.mesh import Axis, Mesh
 from ..schedules import NAMES, Costs, Placement, Schedule, best, make, usual_limit
+from ..schedules.named import ScheduleName
 from ..schedules.own import AUTO
 
 Intervals = tuple[tuple[int, int], ...]
@@ -129,7 +131,7 @@ class Pipeline:
             assert self.costs is not None
             costs = {self.placement: self.costs}
             return best(costs, microbatches, usual_limit(costs, microbatches)).schedule
-        return make(self.schedule, self.placement.ranks, microbatches, self.placement.chunks)
+        return make(cast(ScheduleName, self.schedule), self.placement.ranks, microbatches, self.placement.chunks)
 
 
 @dataclass(frozen=True)

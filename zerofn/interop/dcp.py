@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ import zerofn
 from ..util.arguments import checked
 from .adam_moments import names_of, params_of, with_moments
 
+T = TypeVar("T", bound="zerofn.TrainState")
+
 
 @checked()
-def load_dcp(path: str | Path, like: Any, *, only: str | None = None) -> Any:
+def load_dcp(path: str | Path, like: T, *, only: str | None = None) -> T:
     """Return the state that `torch.distributed.checkpoint` saved, with the layout of the `TrainState` `like`.
 
         state = zerofn.load_dcp("checkpoints/step-1000", like=state)

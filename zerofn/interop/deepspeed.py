@@ -82,7 +82,7 @@ def from_deepspeed(
     top = Section(given, "")
     rows, num_microbatches = _batch(top, _ranks() if world is None else world)
     bf16, fp16 = top("bf16" if "bf16" in given else "bfloat16"), top("fp16")
-    moments = "bf16" if bf16.flag("bf16_optimizer_states") else None
+    moments: Any = "bf16" if bf16.flag("bf16_optimizer_states") else None
     schedule = None
     if tx is None:
         tx, schedule = optimizer_of(top, moments)
@@ -211,8 +211,8 @@ def _offload(zero: Section) -> Any:
     """Return an `Offload`, or None."""
     optimizer, params = zero("offload_optimizer"), zero("offload_param")
     tiers = {"none": None, "cpu": "cpu", "nvme": "nvme"}
-    where = optimizer.word("device", tiers) or ("cpu" if zero.flag("cpu_offload") else None)
-    other = params.word("device", tiers) or ("cpu" if zero.flag("cpu_offload_param") else None)
+    where: Any = optimizer.word("device", tiers) or ("cpu" if zero.flag("cpu_offload") else None)
+    other: Any = params.word("device", tiers) or ("cpu" if zero.flag("cpu_offload_param") else None)
     ratio = optimizer.number("ratio", 1.0, 0.0)
     paths = [
         path

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +46,11 @@ _OPTIMIZER = {
 _STAGE_0 = {"state?": Numbered(_STATES["state"].of), "param_groups?": Each({"params": Each(int)})}
 _FP32 = {"single_partition_of_fp32_groups": "base_optimizer_state", "fp32_flat_groups": "optimizer_state_dict"}
 
+T = TypeVar("T", bound="zerofn.TrainState")
+
 
 @checked()
-def load_deepspeed(path: str | Path, like: Any, *, tag: str | None = None, only: str | None = None) -> Any:
+def load_deepspeed(path: str | Path, like: T, *, tag: str | None = None, only: str | None = None) -> T:
     """Return the state that DeepSpeed saved, with the layout of the `TrainState` `like`.
 
         state = zerofn.load_deepspeed("checkpoints/", like=state)

@@ -40,7 +40,7 @@ def _warmup_decay(params: Section, lr: float) -> Schedule:
     return optim.warmup_decay_lr(_total(params), *_rise(params, lr))
 
 
-def _rise(params: Section, lr: float) -> tuple[float, float, int, str]:
+def _rise(params: Section, lr: float) -> tuple[float, float, int, Any]:
     _from_the_start(params)
     low = params.number("warmup_min_lr", 0.0, 0.0)
     high = params.number("warmup_max_lr", lr, 0.0)

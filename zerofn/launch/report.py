@@ -172,12 +172,15 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
     )
 
 
+def _applied(state: zerofn.TrainState, grads: Any) -> tuple[zerofn.TrainState, None]:
+    return state.apply_gradients(grads, on_nonfinite="ignore"), None
+
+
 def _update_rate() -> float:
     """Bytes a second of one AdamW update, run: it reads and writes parameter and moments, and reads the gradient."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     state = zerofn.TrainState.create(params={"w": torch.zeros(_UPDATED, device=device)}, tx=optim.adamw(1e-3))
-    step = zerofn.compile(lambda state, grads: (state.apply_gradients(grads, on_nonfinite="ignore"), {}))
-    grads = {"w": torch.ones(_UPDATED, device=device)}
+    step, grads = zerofn.compile(_applied), {"w": torch.ones(_UPDATED, device=device)}
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()

@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,10 @@ from .payload import packed, unpacked, unpacked_error
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torch's agent sets handlers for these
 
 
-def run(fn: Callable[..., Any], /, *args: Any, ranks: int = 2, **kwargs: Any) -> Any:
+T = TypeVar("T")
+
+
+def run(fn: Callable[..., T], /, *args: Any, ranks: int = 2, **kwargs: Any) -> T:
     """Call `fn(*args, **kwargs)` on all ranks, each in a new process, and return rank 0's result.
 
     `fn` may be defined in a notebook or inside another function: it is sent by value. `args`, `kwargs`: plain data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from ..runtime.backend import Backend, Eager
 from ..util.errors import nearest
@@ -10,6 +11,7 @@ from .auto import Auto
 from .cuda_graphs import Graphs
 from .inductor import Inductor
 
+BackendWord = Literal["eager", "inductor", "auto", "graphs", "inductor+graphs"]
 _NAMED: dict[str, Callable[[], Backend]] = {
     "eager": Eager,
     "inductor": Inductor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..util.arguments import checked
 from .draws import gumbel, jitter, uniform
 from .exchange import combine, dispatch, experts_here
 from .losses import load_balance_loss, z_loss
-from .routing import Routing, route
+from .routing import Priority, Routing, route
 
 _JITTER, _SAMPLE, _SELECT = range(3)  # what a key is folded with, for each use of it
 _PARTS = {"gate", "experts", "mlp", "coefficient"}
@@ -47,11 +47,11 @@ def layer(
     k: int = 1,
     capacity: float | None = 1.0,
     min_capacity: int = 4,
-    priority: str = "choice",
+    priority: Priority | Literal["random"] = "choice",
     epsilon: float = 0.0,
-    sample: str | None = None,
+    sample: Literal["all", "others"] | None = None,
     normalize: bool | None = None,
-    balance: str = "all",
+    balance: Literal["all", "first"] = "all",
     balance_axis: str | Axis | None = None,
     used: Tensor | None = None,
     axis: str | Axis | None = None,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from .. import tree
 from ..util.arguments import checked
 from ..util.errors import nearest
 
-PRIORITIES = ("choice", "position", "probability")
+Priority = Literal["choice", "position", "probability"]
+PRIORITIES = get_args(Priority)
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def route(
     *,
     capacity: float | None = 1.0,
     min_capacity: int = 4,
-    priority: str | Tensor = "choice",
+    priority: Priority | Tensor = "choice",
     noise: Tensor | None = None,
     noisy_first: bool = True,
     normalize: bool | None = None,

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,17 +19,19 @@ import zerofn
 from ..util.arguments import checked
 from .sinks import Sink, sinks_of
 
+B = TypeVar("B")  # a batch
 
-class Progress:
+
+class Progress(Generic[B]):
     """See `progress`. `records`: what was shown so far, a dict of plain numbers for each line."""
 
     def __init__(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[B],
         every: int,
         total: int | None,
         initial: int,
-        tokens: Callable[[Any], int] | None,
+        tokens: Callable[[B], int] | None,
         to: Any,
         step: Any = None,
     ) -> None:
@@ -51,7 +53,7 @@ class Progress:
         self._aux: Mapping[str, Any] = {}
         self._state: Any = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[B]:
         self._since, self._before, pid = time.perf_counter(), self._steps, os.getpid()
         try:
             for batch in self._loader:
@@ -151,15 +153,15 @@ class Progress:
 
 @checked("loader", "total", "tokens")
 def progress(
-    loader: Iterable[Any],
+    loader: Iterable[B],
     every: int = 10,
     *,
     total: int | None = None,
     initial: int = 0,
-    tokens: Callable[[Any], int] | None = None,
+    tokens: Callable[[B], int] | None = None,
     to: str | Sink | Sequence[str | Sink] = (),
     step: Any = None,
-) -> Progress:
+) -> Progress[B]:
     """Return an iterable over `loader` that shows a line of figures at every `every`-th step, on rank 0.
 
         bar = zerofn.progress(loader, every=10)

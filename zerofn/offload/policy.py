@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 
@@ -18,8 +19,10 @@ from ..util.arguments import known_fields
 from ..util.errors import nearest
 
 log = logging.getLogger("zerofn")
-TIERS = (None, "cpu", "nvme")
-UPDATES = ("auto", "cpu", "gpu", "split")
+Tier = Literal["cpu", "nvme"]
+Updater = Literal["auto", "cpu", "gpu", "split"]
+TIERS: tuple[Tier | None, ...] = (None, *get_args(Tier))
+UPDATES: tuple[Updater, ...] = get_args(Updater)
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
@@ -37,11 +40,11 @@ class Offload:
     Raises `ValueError` or `TypeError` for unknown values.
     """
 
-    optimizer: str | None = None
-    params: str | None = None
+    optimizer: Tier | None = None
+    params: Tier | None = None
     path: Paths | None = None
     fraction: float = 1.0
-    update: str = "auto"
+    update: Updater = "auto"
 
     def __post_init__(self) -> None:
         for name, known in (("optimizer", TIERS), ("params", TIERS), ("update", UPDATES)):

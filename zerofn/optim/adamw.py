@@ -14,6 +14,7 @@ from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
+from .moment_formats import MomentWord
 from .scale_by_adam import AdamState, check_moments, direction, init_moments
 from .torch_optimizers import told
 
@@ -27,7 +28,7 @@ def adamw(
     weight_decay: float = 1e-4,
     mask: Mask | None = None,
     lr_scale: LeafScale | None = None,
-    moments: str | None = None,
+    moments: MomentWord | None = None,
 ) -> GradientTransformation:
     """AdamW (Loshchilov and Hutter 2019, Algorithm 2), in the arithmetic of `torch.optim.AdamW(fused=True)`.
 
@@ -51,7 +52,7 @@ def adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     lr_scale: LeafScale | None = None,
-    moments: str | None = None,
+    moments: MomentWord | None = None,
 ) -> GradientTransformation:
     """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`.
 

@@ -13,6 +13,7 @@ from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
+from .moment_formats import MomentWord
 from .torch_optimizers import told
 
 
@@ -35,7 +36,7 @@ def lion(
     weight_decay: float = 1e-3,
     mask: Mask | None = None,
     lr_scale: LeafScale | None = None,
-    moments: str | None = None,
+    moments: MomentWord | None = None,
 ) -> GradientTransformation:
     """Lion (Chen et al. 2023, Algorithm 2), with decoupled weight decay.
 

@@ -13,12 +13,14 @@ to nearest.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from .. import tree
 from ..ops.codecs import MOMENTS
+
+MomentWord = Literal["bf16", "8bit", "fp8"]  # of those in `MOMENTS`
 
 
 def check(where: str, moments: str | None) -> None:

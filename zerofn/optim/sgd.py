@@ -14,6 +14,7 @@ from . import checks
 from . import moment_formats as formats
 from .base import GradientTransformation, Mask, ScalarOrSchedule, count_zero, rate_at
 from .fused import LeafConstants, LeafScale, fused_rule
+from .moment_formats import MomentWord
 from .torch_optimizers import told
 
 
@@ -37,7 +38,7 @@ def sgd(
     weight_decay: float = 0.0,
     mask: Mask | None = None,
     lr_scale: LeafScale | None = None,
-    moments: str | None = None,
+    moments: MomentWord | None = None,
 ) -> GradientTransformation:
     """SGD with momentum (Sutskever et al. 2013), in the arithmetic of `torch.optim.SGD(foreach=False)`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from ..util.arguments import checked, known_arguments
 from . import checks
 from .schedules import Schedule, cosine_decay_schedule, exponential_decay, join_schedules, linear_schedule
+
+WarmupType = Literal["log", "linear"]
 
 
 @known_arguments
@@ -79,7 +81,10 @@ def warmup_exponential_decay_schedule(
 
 @known_arguments
 def warmup_lr(
-    warmup_min_lr: float = 0.0, warmup_max_lr: float = 0.001, warmup_num_steps: int = 1000, warmup_type: str = "log"
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float = 0.001,
+    warmup_num_steps: int = 1000,
+    warmup_type: WarmupType = "log",
 ) -> Schedule:
     """DeepSpeed's WarmupLR: min + (max - min) * gamma.
 
@@ -98,7 +103,7 @@ def warmup_decay_lr(
     warmup_min_lr: float = 0.0,
     warmup_max_lr: float = 0.001,
     warmup_num_steps: int = 1000,
-    warmup_type: str = "log",
+    warmup_type: WarmupType = "log",
 ) -> Schedule:
     """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a straight line down to `warmup_min_lr`.
 

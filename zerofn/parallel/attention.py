@@ -13,7 +13,7 @@ blocks of keys that its queries attend to (`key_blocks.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,8 @@ from ..util.arguments import checked
 from .chunks import Chunks, chunks_for
 from .key_blocks import of_blocks
 
-METHODS = ("ulysses", "ring")
+Method = Literal["ulysses", "ring"]
+METHODS = get_args(Method)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def attention(
     v: Tensor,
     *,
     axis: str | Axis = CONTEXT,
-    method: str = "ulysses",
+    method: Method = "ulysses",
     causal: bool = True,
     scale: float | None = None,
     mask: Tensor | None = None,

@@ -26,7 +26,7 @@ from ..sparse.use import layout_in_use
 from ..util.arguments import checked
 from ..util.patches import Patches, Replacement
 from .applied_once import once
-from .attention import METHODS, attention, check_method
+from .attention import METHODS, Method, attention, check_method
 from .check_context import ForeignMask, Ways, check_context, note_attention
 from .chunks import Chunks, chunks_for
 from .windows import window_of
@@ -55,7 +55,7 @@ class _Masks(NamedTuple):
 
 
 @checked()
-def context(model: nn.Module, mesh: Mesh, *, method: str | None = None, chunks: Chunks | None = None) -> None:
+def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunks: Chunks | None = None) -> None:
     """Let a transformers model compute with parts of sequences, over the mesh's axis "context".
 
         mesh = zerofn.Mesh.make(data=-1, context=2)
@@ -201,7 +201,7 @@ def _mask(
 
 
 def _attend(
-    method: str,
+    method: Method,
     module: Any,
     query: Tensor,
     key: Tensor,

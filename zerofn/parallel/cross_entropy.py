@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from ..geometry.cuts import equal
 from ..util.arguments import checked
 from .sequence import shifted
 
-REDUCTIONS = ("mean", "sum", "none")
+Reduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(Reduction)
 
 
 @checked()
@@ -29,7 +30,7 @@ def cross_entropy(
     *,
     axis: str | Axis = TENSOR,
     ignore_index: int = -100,
-    reduction: str = "mean",
+    reduction: Reduction = "mean",
 ) -> Tensor:
     """Cross-entropy where each rank has the logits of its slice of the vocabulary.
 
@@ -110,7 +111,7 @@ def _causal_loss(axis: Axis, size: int, asked: list[bool]) -> Callable[..., Tens
         asked.append(True)
         if labels is not None and shift_labels is None:
             shift_labels = shifted(labels, ignore_index)
-        reduction = "mean" if num_items_in_batch is None else "sum"
+        reduction: Reduction = "mean" if num_items_in_batch is None else "sum"
         found = cross_entropy(logits, shift_labels, size, axis=axis, ignore_index=ignore_index, reduction=reduction)
         return found if num_items_in_batch is None else found / num_items_in_batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from ..geometry.cuts import AUTO, Cut, Pipeline, on_stages
 from ..graph.pipelines import Loop
 from ..job.agreement import exchange
 from ..schedules import Costs, Placement, Schedule, best, make, usual_limit
-from ..schedules.own import as_given
-from ..sharding.precision import Precision, resolve
+from ..schedules.named import ScheduleName
+from ..schedules.own import AsSchedule, as_given
+from ..sharding.precision import Precision, PrecisionWord, resolve
 from ..util.arguments import checked
 from ..util.sizes import in_words, time_in_words
 from .model_parts import Parts, StageRow, Way, captured_microbatch, shapes_of
@@ -60,12 +61,12 @@ def pipe(
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
     *,
-    schedule: str | Schedule | Sequence[Sequence[Any]] = AUTO,
+    schedule: AsSchedule = AUTO,
     chunks: int | None = None,
     stages: Sequence[str] | None = None,
     microbatches: int | None = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
-    precision: Precision | str | None = None,
+    precision: Precision | PrecisionWord | None = None,
     machine: Machine | str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Return the cuts of a model into stages over the mesh's axis "pipe", for `shard`. They print as a table.
@@ -85,13 +86,14 @@ def pipe(
     `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage a rank, in a line), "interleaved" or "interleaved-zb" (`chunks`
     stages a rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements and orders, and chooses the
     fastest in which no rank stores more for the backward pass than under a named schedule. A schedule of your own is a
-    `zerofn.schedules.Schedule`, the text that torch.distributed.pipelining writes, or a list of actions for each rank,
-    such as [["0F0", "0B0"], ["1F0", "1B0"]]. `stages`: the names of parts, units or leaves with which all stages but
-    the first begin, instead of the balanced ones. `microbatches`: the number to choose a schedule for; the step may
-    have another number. `cuts`: those of other axes, such as the result of `zerofn.parallel.tensor`; the result
-    includes them. `precision`: as for `shard`. In bfloat16 products take at most half of their float32 time, so the
-    embedding and norms have a larger share. `machine`: the machine whose costs are used, a name as for `plan`; by
-    default a typical machine, with GPUs if this process has one. All ranks use the first rank's costs.
+    `zerofn.schedules.Schedule`, or a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]];
+    `Schedule.from_csv` reads the text that torch.distributed.pipelining writes. `stages`: the names of parts, units or
+    leaves with which all stages but the first begin, instead of the balanced ones. `microbatches`: the number to choose
+    a schedule for; the step may have another number. `cuts`: those of other axes, such as the result of
+    `zerofn.parallel.tensor`; the result includes them. `precision`: as for `shard`. In bfloat16 products take at most
+    half of their float32 time, so the embedding and norms have a larger share. `machine`: the machine whose costs are
+    used, a name as for `plan`; by default a typical machine, with GPUs if this process has one. All ranks use the first
+    rank's costs.
 
     Raises `ValueError` for a mesh without the axis, for more stages than parts, for an unknown name, for a schedule
     that cannot run, for a `pp_plan` that names no module, and for a loss function that does not read parameters in a
@@ -159,7 +161,7 @@ def _ways(parts: Parts, mesh: Mesh, asked: Asked) -> Iterator[Way]:
         placements = [asked.schedule.placement]
     else:
         names = AUTOMATIC if asked.schedule == AUTO else (asked.schedule,)
-        placements = [make(name, mesh.size(PIPE), 1, asked.chunks).placement for name in names]
+        placements = [make(cast(ScheduleName, name), mesh.size(PIPE), 1, asked.chunks).placement for name in names]
     few = [x for x in dict.fromkeys(placements) if x.num_stages <= len(parts.names)]
     if not few:
         raise ValueError(_too_few(min(placements, key=lambda x: x.num_stages), parts.names))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..util.arguments import check_fields
 from ..util.errors import nearest
 from ..util.patterns import pattern_of
 
-KINDS = ("linear", "embedding", "experts", "identity", "varied", "plain", "latent", "sequence")
+Kind = Literal["linear", "embedding", "experts", "identity", "varied", "plain", "latent", "sequence"]
+KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Slice:
 
     dim: int | None
     parts: int = 1
-    input: str = "equal"
-    output: str = "sum"
-    kind: str = "linear"
+    input: Literal["equal", "cut", "take"] = "equal"
+    output: Literal["cut", "sum", "concat", "equal"] = "sum"
+    kind: Kind = "linear"
 
     def __post_init__(self) -> None:
         check_fields(self, "dim")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from ..capture.capture import CaptureError
 from ..comm.mesh import Mesh
@@ -19,8 +19,10 @@ from .plan_row import Config
 
 T = TypeVar("T")
 
-ALL = "all"
+All = Literal["all"]
+ALL: All = "all"
 BUDGET = "budget"
+RematToPlan = Literal["auto", "full", "budget"]
 WAYS = (None, "auto", "full")  # recomputation, ever more of it
 REMATS = (*WAYS, BUDGET)
 Cuts = Mapping[str, Cut | Sequence[Cut]]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from ..comm.axes import USUAL
 from ..comm.mesh import Mesh
 from ..cost.machine import KNOWN, Machine, machine_of
 from ..dry_run.script import NUM_RANKS
 from ..memory.turns import outside_steps
+from ..offload.policy import Offload, Tier
+from ..sharding.partition import Stage
+from ..sharding.precision import Precision, PrecisionWord
+from ..sharding.wire import Wire, WireWord
 from ..util.arguments import checked
 from ..util.sizes import num_bytes
-from .asked import ALL, Asked, Cuts, Initial, Step
+from .asked import ALL, All, Asked, Cuts, Initial, RematToPlan, Step
 from .kinds import planner_of
 from .meshes import AUTO, rows_of_meshes
 from .table import Table
 
+OneWire = WireWord | Wire | Mapping[str, WireWord | Wire | None] | None
 CUDA_CONTEXT = 1 << 30  # bytes of a device that CUDA and its libraries take
 
 
@@ -30,18 +35,18 @@ def plan(
     batch: Any,
     *,
     world: int | None = None,
-    mesh: Mesh | Mapping[str, int] | str | None = None,
+    mesh: Mesh | Mapping[str, int] | Literal["auto"] | None = None,
     cuts: Cuts | None = None,
     machine: Machine | str | os.PathLike[str] = "H100-8",
-    stage: Any = ALL,
-    offload: Any = ALL,
-    precision: Any = ALL,
-    remat: Any = ALL,
+    stage: Stage | Sequence[Stage] | All = ALL,
+    offload: Offload | Tier | Sequence[Offload | Tier | None] | All | None = ALL,
+    precision: Precision | PrecisionWord | Sequence[Precision | PrecisionWord | None] | All | None = ALL,
+    remat: RematToPlan | Sequence[RematToPlan | None] | All | None = ALL,
     rows: int | Sequence[int] | None = None,
     memory: int | str | None = None,
     unit: Callable[[str], str] | None = None,
     hpz: bool = False,
-    wire: Any = None,
+    wire: OneWire | Sequence[OneWire] = None,
 ) -> Table:
     """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
     recommended.

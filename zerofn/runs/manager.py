@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
@@ -121,8 +121,12 @@ class Checkpoints:
             raise ValueError(f"{WHAT}: the best checkpoint is not defined. Write keep_best=(name, 'min' or 'max').")
         return steps.best_step(self.folder, set(self.steps()) - self._damaged, *self._keep_best)
 
+    @overload
+    def restore_or(self, init_state: Callable[[], T]) -> T: ...
+    @overload
+    def restore_or(self, init_state: T) -> T: ...
     @outside_steps(f"{WHAT}.restore_or")
-    def restore_or(self, init_state: T | Callable[[], T]) -> T:
+    def restore_or(self, init_state: Any) -> Any:
         """Return the state of the newest checkpoint, with the layout of `init_state`; without a checkpoint, return
         `init_state` itself.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..schedules.own import as_given
 from .backend import Backend
+
+Remat = Literal["full", "auto"]
 
 
 class Options(NamedTuple):
@@ -26,7 +28,7 @@ class Options(NamedTuple):
 
     def checked(self) -> Options:
         """Return these options. Raises for those that are unknown or contradict each other."""
-        if self.remat not in (None, "full", "auto"):
+        if self.remat not in (None, *get_args(Remat)):
             raise ValueError(f"compile: remat={self.remat!r} is not known; expected 'full', 'auto' or None.")
         if self.remat is not None and self.memory is not None:
             raise ValueError(

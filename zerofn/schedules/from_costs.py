@@ -9,11 +9,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import cast
 
 from ..util.sizes import in_words
 from .actions import Kind, Placement, Schedule
 from .greedy import STYLES, Policy, Ranks, by_costs, in_order, one_at_a_time
-from .named import NAMES, make
+from .named import NAMES, ScheduleName, make
 from .simulate import Costs, Timeline, simulate
 
 Limit = float | Sequence[float] | None  # bytes of every rank, or of each
@@ -143,7 +144,7 @@ class _Search:
 
 def _named(placement: Placement, microbatches: int) -> list[Schedule]:
     return [
-        make(name, placement.ranks, microbatches, placement.chunks)
+        make(cast(ScheduleName, name), placement.ranks, microbatches, placement.chunks)
         for name, row in NAMES.items()
         if row.style == placement.style and (row.any_chunks or row.chunks == placement.chunks)
     ]

@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..util.errors import nearest
 from .actions import Action, Kind, Placement, Schedule, Style, whole_at_first
 
+ScheduleName = Literal["gpipe", "1f1b", "zb-h1", "interleaved", "interleaved-zb", "zbv"]
 # (rank, ranks, microbatches, chunks) -> the actions of that rank, stage 0's as those of any other stage
 Order = Callable[[int, int, int, int], Iterator[Action]]
 
@@ -131,7 +132,7 @@ NAMES: dict[str, Named] = {
 }
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make(name: ScheduleName, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """Return the schedule of a name in `NAMES`, with `chunks` stages on each rank.
 
     Raises `ValueError` for a name that is not known, fewer than one rank, microbatch or chunk, and another number of

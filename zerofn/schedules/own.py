@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..util.errors import nearest
 from .actions import Schedule
 from .check import check
-from .named import NAMES
+from .named import NAMES, ScheduleName
 
-AUTO = "auto"  # the fastest that is found
+AUTO: Literal["auto"] = "auto"  # the fastest that is found
+# A name, a schedule, or a list of actions for each rank; not the text of a schedule, which `as_given` takes besides.
+AsSchedule = ScheduleName | Literal["auto"] | Schedule | Sequence[list[Any] | tuple[Any, ...]]
 
 
 def as_given(schedule: str | Schedule | Sequence[Sequence[Any]], where: str) -> str | Schedule:

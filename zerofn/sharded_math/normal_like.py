@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from ..sharding.sharded import Sharded, is_sharded
 
 ops = torch.ops.zerofn
 
+T = TypeVar("T")
 
-def normal_like(values: Any, key: Tensor) -> Any:
+
+def normal_like(values: T, key: Tensor) -> T:
     """Return a tree like `values`, `Sharded` or plain, of independent draws from the standard normal distribution.
 
     `values`: a tree of floating tensors. `key`: a random key, an int64 scalar on the CPU. The draw for an element

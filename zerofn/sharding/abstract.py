@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,8 +20,10 @@ from .storage import StorageSpec
 
 _WHY = "This Sharded is from zerofn.abstract and has no values; zerofn.load(path, like=...) returns a state that has."
 
+T = TypeVar("T")
 
-def abstract(state: Any) -> Any:
+
+def abstract(state: T) -> T:
     """Return a state's structure, shapes and settings, without the values of sharded leaves.
 
         like = zerofn.abstract(state)         # some kilobytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -20,7 +20,8 @@ from .precision import Precision, resolve
 from .wire import check_axes
 from .wire import given as given_wire
 
-STAGES = (0, 1, 2, 3)
+Stage = Literal[0, 1, 2, 3]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 CPU = torch.device("cpu")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,9 @@ from ..util.arguments import check_fields, known_fields, told
 from ..util.errors import nearest
 from . import wire as wires
 from .float8 import Fp8
-from .wire import STOCHASTIC, Wire
+from .wire import STOCHASTIC, Wire, WireWord
+
+PrecisionWord = Literal["fp32", "bf16", "fp16", "fp8"]
 
 
 @known_fields
@@ -48,7 +50,7 @@ class Precision:
     param: torch.dtype | None = None
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
-    wire: str | Wire | Mapping[str, str | Wire | None] | None = None
+    wire: WireWord | Wire | Mapping[str, WireWord | Wire | None] | None = None
     fp8: Fp8 | None = None
 
     def __post_init__(self) -> None:
@@ -113,7 +115,7 @@ class Precision:
         return torch.ops.zerofn.high(shard) if self.splits(shard.dtype) else shard.to(self.computes(shard.dtype))
 
 
-NAMED = {
+NAMED: dict[str, Precision] = {
     "fp32": Precision(torch.float32, torch.float32, torch.float32),
     "bf16": Precision(torch.float32, torch.bfloat16, torch.float32),
     "fp16": Precision(torch.float32, torch.float16, torch.float32),

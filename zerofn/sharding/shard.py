@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -27,39 +27,70 @@ from ..job.agreement import agree_on
 from ..memory.host_allocator import map_large_blocks
 from ..memory.turns import outside_steps
 from ..offload.disk import Store
-from ..offload.policy import Offload
+from ..offload.policy import Offload, Tier
 from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
 from .allocate import Filler, allocate, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
-from .partition import Partition
-from .precision import Precision, resolve
+from .partition import Partition, Stage
+from .precision import Precision, PrecisionWord, resolve
 from .rank_entries import own_entry
 from .shard_plan import ReplicatedPart, ShardedPart, check_feedback, check_offload, description, plan_state
 from .sharded import Sharded, check_whole, is_sharded
 from .state_tree import adapted, device_of
 from .transfers import equalize, of_first, whole_leaves
-from .wire import Wire, word_of
+from .wire import Wire, WireWord, word_of
 
 log = logging.getLogger("zerofn")
+T = TypeVar("T")
 
 
-@checked("unit", "cuts")
-@outside_steps("zerofn.shard")
+@overload
 def shard(
-    state_or_init: Any,
-    stage: Any = 3,
+    state_or_init: Callable[[], T],
+    stage: Stage | Literal["auto"] = 3,
     *,
     mesh: Mesh | DeviceMesh | None = None,
-    precision: Precision | str | None = None,
-    offload: Offload | str | None = None,
+    precision: Precision | PrecisionWord | None = None,
+    offload: Offload | Tier | None = None,
     unit: Callable[[str], str] | None = None,
     device: torch.device | str | None = None,
     plan: Any = None,
     cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
     hpz: bool = False,
-    wire: str | Wire | Mapping[str, str | Wire | None] | None = None,
+    wire: WireWord | Wire | Mapping[str, WireWord | Wire | None] | None = None,
+) -> T: ...
+@overload
+def shard(
+    state_or_init: T,
+    stage: Stage | Literal["auto"] = 3,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    precision: Precision | PrecisionWord | None = None,
+    offload: Offload | Tier | None = None,
+    unit: Callable[[str], str] | None = None,
+    device: torch.device | str | None = None,
+    plan: Any = None,
+    cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
+    hpz: bool = False,
+    wire: WireWord | Wire | Mapping[str, WireWord | Wire | None] | None = None,
+) -> T: ...
+@checked("unit", "cuts")
+@outside_steps("zerofn.shard")
+def shard(
+    state_or_init: Any,
+    stage: Stage | Literal["auto"] = 3,
+    *,
+    mesh: Mesh | DeviceMesh | None = None,
+    precision: Precision | PrecisionWord | None = None,
+    offload: Offload | Tier | None = None,
+    unit: Callable[[str], str] | None = None,
+    device: torch.device | str | None = None,
+    plan: Any = None,
+    cuts: Mapping[str, Cut | Sequence[Cut]] | None = None,
+    hpz: bool = False,
+    wire: WireWord | Wire | Mapping[str, WireWord | Wire | None] | None = None,
 ) -> Any:
     """Return a state whose partitioned parts are `Sharded`: each rank holds 1/N of them.
 
@@ -88,16 +119,15 @@ def shard(
     the state is sharded over all ranks, but gathers use only the links along `data` (ZeRO++'s hpZ). `cuts`: leaf name
     -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
 
-    `wire`: the codec for parameters and gradients that ranks send: "bf16", "fp8", "int8", a `Wire` (also as text,
-    "gather=int4,reduce=int8"), or a dict from axis to these, `{"replicate": "int8"}`. Masters stay exact; see `Wire`
-    and `Precision`.
+    `wire`: the codec for parameters and gradients that ranks send: "bf16", "fp8", "int8", a `Wire`, or a dict from axis
+    to these, `{"replicate": "int8"}`. Masters stay exact; see `Wire` and `Precision`.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is not a tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if the layout differs
     between ranks, or if the function computes different values on them, by other numbers, files, or seeds inside it.
     Nothing is allocated before these checks.
     """
-    asked = {"stage": stage, "precision": precision, "offload": offload, "hpz": hpz, "wire": wire}
+    asked: dict[str, Any] = {"stage": stage, "precision": precision, "offload": offload, "hpz": hpz, "wire": wire}
     if stage == "auto" or plan is not None:
         asked = _of_plan(plan, asked, Mesh.of(mesh))
     asked["cuts"] = cuts
@@ -251,6 +281,10 @@ def _initial(state_or_init: Any, precision: Precision) -> tuple[Any, Replay | No
     return replay.output, replay
 
 
+@overload
+def unshard(state: Sharded, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> Any: ...
+@overload
+def unshard(state: T, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> T: ...
 @checked("rank", "only")
 @outside_steps("zerofn.unshard", capturable=True)
 def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> Any:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -17,10 +17,13 @@ from ..ops.wire_codes import BLOCKS
 from ..util.arguments import check_fields, known_fields, told
 from ..util.errors import nearest
 
-GATHERS = ("bf16", "fp8", "int8", "int4")
-REDUCES = ("bf16", "fp8", "int8")
+WireWord = Literal["bf16", "fp8", "int8"]
+GatherWord = Literal["bf16", "fp8", "int8", "int4"]
+RoundingWord = Literal["nearest", "stochastic"]
+GATHERS: tuple[GatherWord, ...] = get_args(GatherWord)
+REDUCES: tuple[WireWord, ...] = get_args(WireWord)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
-NEAREST, STOCHASTIC = ROUNDINGS = ("nearest", "stochastic")
+NEAREST, STOCHASTIC = ROUNDINGS = get_args(RoundingWord)
 
 
 @known_fields
@@ -59,11 +62,11 @@ class Wire:
     zerofn.Wire(gather='int8', reduce='fp8')
     """
 
-    gather: str | None = None
-    reduce: str | None = None
+    gather: GatherWord | None = None
+    reduce: GatherWord | None = None
     block: int = 256
     smallest: int = 16_384
-    rounding: str = NEAREST
+    rounding: RoundingWord = "nearest"
     feedback: bool = False
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from ..util.arguments import checked
 from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
 
 __all__ = ["bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "variable"]
-_DIRECTIONS = ("bidirectional", "unidirectional")
+Attention = Literal["bidirectional", "unidirectional"]
+_DIRECTIONS = get_args(Attention)
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def fixed(
     different_layout_per_head: bool = False,
     num_local_blocks: int = 4,
     num_global_blocks: int = 1,
-    attention: str = "bidirectional",
+    attention: Attention = "bidirectional",
     horizontal_global_attention: bool = False,
     num_different_global_patterns: int = 1,
 ) -> Pattern:
@@ -259,7 +261,7 @@ def variable(
     local_window_blocks: Sequence[int] = (4,),
     global_block_indices: Sequence[int] = (0,),
     global_block_end_indices: Sequence[int] | None = None,
-    attention: str = "bidirectional",
+    attention: Attention = "bidirectional",
     horizontal_global_attention: bool = False,
     *,
     seed: int = 0,
@@ -287,7 +289,7 @@ def bigbird(
     num_random_blocks: int = 1,
     num_sliding_window_blocks: int = 3,
     num_global_blocks: int = 1,
-    attention: str = "bidirectional",
+    attention: Attention = "bidirectional",
     *,
     seed: int = 0,
 ) -> Pattern:
@@ -307,7 +309,7 @@ def bslongformer(
     num_sliding_window_blocks: int = 3,
     global_block_indices: Sequence[int] = (0,),
     global_block_end_indices: Sequence[int] | None = None,
-    attention: str = "bidirectional",
+    attention: Attention = "bidirectional",
 ) -> Pattern:
     """A window, and blocks for all that see all (Beltagy et al., arXiv:2004.05150, by blocks). Raises `ValueError` for
     numbers that DeepSpeed refuses.
@@ -319,7 +321,7 @@ def bslongformer(
 
 @checked()
 def local_sliding_window(
-    block: int = 16, num_sliding_window_blocks: int = 3, attention: str = "unidirectional"
+    block: int = 16, num_sliding_window_blocks: int = 3, attention: Attention = "unidirectional"
 ) -> Pattern:
     """A window. Raises `ValueError` for numbers that DeepSpeed refuses."""
     causal = _check("local_sliding_window", attention, block=block, num_sliding_window_blocks=num_sliding_window_blocks)

@@ -24,7 +24,7 @@ from ..random import fold_in
 from ..sharding.replica_entries import Replicas
 from ..sharding.shard_plan import moment_storage
 from ..sharding.sharded import Sharded, is_sharded
-from ..sharding.wire import Wire, wire_of
+from ..sharding.wire import Wire, WireWord, wire_of
 from ..util.arguments import checked, told
 from ..util.by_identity import ByIdentity
 from .diloco_checks import check_arguments, check_form, check_outer
@@ -81,7 +81,7 @@ def diloco(
     fragments: int = 1,
     tau: int = 1,
     mix: float | None = None,
-    wire: str | Wire | None = None,
+    wire: WireWord | Wire | None = None,
 ) -> Diloco:
     """Return a step in which the replicas of a mesh train alone, and average their parameters every `every` steps.
 

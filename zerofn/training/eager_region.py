@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,8 +31,12 @@ ops = torch.ops.zerofn
 _DEVICES = ("cpu", "cuda", "xpu", "mps")  # whose autocast a region keeps, which runs when that has ended
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
 @checked()
-def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callable[..., Any]:
+def eager_region(fn: Callable[P, T], *, like: Callable[..., Any]) -> Callable[P, T]:
     """Return `fn` as a function that a captured step calls without looking into it.
 
     `fn(*args)`: a pure function of its arguments, which are trees of tensors and constants and must include all
@@ -65,7 +69,7 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
         learns = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves)
         if not captured and (inside_functorch() or not (learns and is_virtual())):
             with contextlib.nullcontext() if draw is None else randomness(key):
-                return fn(*args)
+                return fn(*args)  # type: ignore[call-arg]
         if inside_functorch():
             raise RuntimeError(
                 f"{_name(fn)}: torch.func cannot differentiate an eager_region. Write zerofn.value_and_grad instead."
@@ -81,7 +85,7 @@ def eager_region(fn: Callable[..., Any], *, like: Callable[..., Any]) -> Callabl
             out = _Now.apply(region, key, *given)
         return tree.unflatten(region.out, out)
 
-    return call
+    return cast(Callable[P, T], call)
 
 
 class _Region:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -32,12 +32,32 @@ from ..sharding.sharded import is_sharded, mesh_among
 from ..util.arguments import checked, known_arguments
 from .checkpoint_params import same_parameters
 from .float8 import Products, float8_products
-from .gradient_sums import WHEN, GradientSums, flat_gradients, no_gradient
+from .gradient_sums import WHEN, GradientSums, When, flat_gradients, no_gradient
 from .loss_errors import check_gradient
 from .loss_scale import NoLossScale, check_loss_scale
 from .loss_value import Loss, loss_of
 
+P = ParamSpec("P")  # what a loss function takes after the parameters
+A = TypeVar("A")  # its aux
+F = TypeVar("F")
 
+
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[Any, P], Any],
+    has_aux: Literal[False] = False,
+    scale: Any = None,
+    rng: Tensor | None = None,
+    frozen: Callable[[str], bool] | None = None,
+) -> Callable[Concatenate[Any, P], tuple[Tensor, Any]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[Any, P], tuple[Any, A]],
+    has_aux: Literal[True],
+    scale: Any = None,
+    rng: Tensor | None = None,
+    frozen: Callable[[str], bool] | None = None,
+) -> Callable[Concatenate[Any, P], tuple[tuple[Tensor, A], Any]]: ...
 @checked()
 def value_and_grad(
     loss_fn: Callable[..., Any],
@@ -45,7 +65,7 @@ def value_and_grad(
     scale: Any = None,
     rng: Tensor | None = None,
     frozen: Callable[[str], bool] | None = None,
-) -> ValueAndGrad:
+) -> Any:
     """Return `f(params, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`.
 
     `loss_fn(params, *args)` receives full parameters in the compute dtype. It returns a scalar, the mean over this
@@ -118,7 +138,7 @@ class ValueAndGrad:
 
 
 @known_arguments
-def accumulate(vg: Any, n: int, *, reduce: str | None = None) -> Any:
+def accumulate(vg: F, n: int, *, reduce: When | None = None) -> F:
     """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
 
     `vg`: the function that `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from ..sharding.spec import Spec
 from ..sharding.storage import Stored
 from ..sharding.transfers import Drawn, fed_back, own_sum, stored_sum
 
-STEP, ROUND, MICROBATCH = WHEN = ("step", "round", "microbatch")  # when gradients are added over ranks
+When = Literal["step", "round", "microbatch"]
+STEP, ROUND, MICROBATCH = WHEN = get_args(When)  # when gradients are added over ranks
 
 
 @dataclass(frozen=True)

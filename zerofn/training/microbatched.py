@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from ..sharding.gather_scatter import gather
 from ..sharding.sharded import is_sharded, mesh_among
 from ..util.arguments import checked
 
+B = TypeVar("B")
+T = TypeVar("T")
+
 
 @checked()
-def microbatched(fn: Callable[..., Any], n: int) -> Callable[[Any, Any], Any]:
+def microbatched(fn: Callable[[Any, B], T], n: int) -> Callable[[Any, B], T]:
     """Return `f(params, batch)`, which calls `fn` on `n` equal microbatches, one after the other, and joins the
     results.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +15,12 @@ from .._torch_compat import inside_functorch, is_functorch_tensor
 from ..random.rng_state import is_virtual
 from ..util.arguments import checked
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 @checked()
-def remat(fn: Callable[..., Any]) -> Callable[..., Any]:
+def remat(fn: Callable[P, T]) -> Callable[P, T]:
     """Return `fn` with its activations recomputed in the backward pass (Chen et al. 2016; `jax.checkpoint`).
 
     It works under `torch.autograd`, `torch.func.grad`, `vjp`, `jvp` and `vmap`, at higher orders and under capture.

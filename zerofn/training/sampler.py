@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch  # noqa: F401  (for the example)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DistributedSampler
 
 from ..comm.current_mesh import present
@@ -13,7 +14,9 @@ from ..util.arguments import checked, told
 
 
 @checked("shuffle", "seed")
-def sampler(dataset: Any, mesh: Any = None, *, shuffle: bool = True, seed: int = 0) -> DistributedSampler[Any]:
+def sampler(
+    dataset: Any, mesh: Mesh | DeviceMesh | None = None, *, shuffle: bool = True, seed: int = 0
+) -> DistributedSampler[Any]:
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
     `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the mesh that the

@@ -6,7 +6,7 @@ import dataclasses
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..util.html import table
 from ..util.names import attribute_of
 from .extra import SAME, Update, warn_of_replace
 from .feedback import Feedback, check_one, zeros
-from .grad import ValueAndGrad, value_and_grad
+from .grad import A, P, ValueAndGrad, value_and_grad
 from .learned import learning, whole, with_unlearned
 from .loss_errors import check_gradients
 from .loss_scale import DynamicLossScale, StaticLossScale, check_loss_scale
@@ -38,6 +38,8 @@ _ANEW = (
     "zerofn.shard(zerofn.TrainState.create(params=zerofn.unshard(state.params), tx={tx}, "
     "frozen={frozen}).replace(step=state.step, rng=state.rng))."
 )
+
+Self = TypeVar("Self", bound="TrainState")
 
 
 @known_fields
@@ -108,10 +110,20 @@ class TrainState:
             zero, zero.clone(), params, tx.init(learning(params, frozen)), loss_scale, key, extra, tx, frozen
         )
 
-    @checked()
+    @overload
     def value_and_grad(
-        self, loss_fn: Callable[..., Any], has_aux: bool = False, *, rng: Tensor | None = None
-    ) -> Callable[..., tuple[Any, Any]]:
+        self, loss_fn: Callable[Concatenate[Any, P], Any], has_aux: Literal[False] = False, *, rng: Tensor | None = None
+    ) -> Callable[P, tuple[Tensor, Any]]: ...
+    @overload
+    def value_and_grad(
+        self,
+        loss_fn: Callable[Concatenate[Any, P], tuple[Any, A]],
+        has_aux: Literal[True],
+        *,
+        rng: Tensor | None = None,
+    ) -> Callable[P, tuple[tuple[Tensor, A], Any]]: ...
+    @checked()
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False, *, rng: Tensor | None = None) -> Any:
         """Return `f(*args) -> (loss, grads)`: `zerofn.value_and_grad` at this state.
 
         It uses the state's parameters, loss scale, `frozen`, and the random key of this step (or another key, `rng`).
@@ -121,7 +133,8 @@ class TrainState:
         _check_frozen(self.params, self.frozen)
         update: Update | None = getattr(self, "_update", None)
         object.__setattr__(self, "_update", Update(self.extra, left=update.left if update else ()))
-        vg = value_and_grad(loss_fn, has_aux, self.loss_scale, self.rng_at() if rng is None else rng, self.frozen)
+        key = self.rng_at() if rng is None else rng
+        vg = cast(ValueAndGrad, value_and_grad(loss_fn, cast(Any, has_aux), self.loss_scale, key, self.frozen))
         if self.tx.about.phase is not None:
             vg = replace(vg, apart=takes_apart(self.tx, turned(self.tx, self.opt_state)[0]))
         return _AtState(self, vg if self.feedback is None else replace(vg, errors=self.feedback.errors))
@@ -131,7 +144,9 @@ class TrainState:
         return fold_in(self.rng, self.step)
 
     @checked()
-    def apply_gradients(self, grads: Any, *, extra: Any = SAME, on_nonfinite: str = "skip") -> TrainState:
+    def apply_gradients(
+        self: Self, grads: Any, *, extra: Any = SAME, on_nonfinite: Literal["skip", "ignore"] = "skip"
+    ) -> Self:
         """Return the next state: one update of the parameters and the optimizer state, unless it is skipped.
 
         `grads`: unscaled, as `value_and_grad` returns them. `extra`: the new `state.extra`, or a function of the new
@@ -181,7 +196,7 @@ class TrainState:
             new = dataclasses.replace(new, extra=extra(new.params) if callable(extra) else extra)
         return new._after(update)
 
-    def replace(self, **changes: Any) -> TrainState:
+    def replace(self: Self, **changes: Any) -> Self:
         """Return a copy with some fields changed.
 
         For `extra` in a step with an update, see `apply_gradients(extra=)`.
@@ -205,7 +220,7 @@ class TrainState:
             warn_of_replace()
         return new if update is None else new._after(update)
 
-    def _after(self, update: Update) -> TrainState:
+    def _after(self: Self, update: Update) -> Self:
         new = dataclasses.replace(self, extra=update.select(self.extra))
         object.__setattr__(new, "_update", update)
         return new
@@ -219,7 +234,7 @@ class TrainState:
         rate = self.tx.about.learning_rate
         return None if rate is None else rate(self.opt_state)
 
-    def with_precision(self, precision: Precision) -> TrainState:
+    def with_precision(self: Self, precision: Precision) -> Self:
         """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`; with or without
         feedback of what codes leave out, zeros for that, or None.
         """

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..collectives import all_gather
 from ..comm.mesh import Axis, Mesh
@@ -14,10 +15,11 @@ from ..memory.turns import refuse_while_capturing
 from ..util.arguments import checked
 
 _END, _BATCH, _FAILED = range(3)
+B = TypeVar("B")
 
 
 @checked("loader")
-def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> Iterator[Any]:
+def even(loader: Iterable[B], *, pad: str | None = None, mesh: Mesh | DeviceMesh | None = None) -> Iterator[B]:
     """Yield a loader's batches, the same number of them on every rank.
 
     All ranks stop at the end of the shortest loader, and drop remaining batches of other loaders. With `pad`, they
@@ -37,7 +39,7 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
     """
     refuse_while_capturing("zerofn.even")
     axis = Mesh.of(mesh).all
-    batches: Iterator[Any] | None = None
+    batches: Iterator[B] | None = None
     last: Any = None
     error: Exception | None = None
     while True:
@@ -66,7 +68,7 @@ def even(loader: Iterable[Any], *, pad: str | None = None, mesh: Any = None) -> 
         if _BATCH not in all_found or (pad is None and _END in all_found):
             return
         last = batch
-        yield batch if pad is None else {**batch, pad: torch.tensor(float(found == _BATCH))}
+        yield batch if pad is None else cast(B, {**cast(Any, batch), pad: torch.tensor(float(found == _BATCH))})
 
 
 def _check(batch: Any, pad: str) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin
 
 import numpy as np
 import torch
@@ -70,6 +70,7 @@ _KINDS: dict[str, _What] = {
     "Sequence": ("a list or tuple", _is_sequence),
     "Iterable": ("an iterable", lambda x: isinstance(x, Iterable) or hasattr(type(x), "__getitem__")),
 }
+_KINDS["Literal"] = _KINDS["str"]  # of words, as all that are written inside a signature
 
 
 class _Kind(NamedTuple):
@@ -93,7 +94,9 @@ def checked(*names: str) -> Callable[[F], F]:
         parameters = inspect.signature(function).parameters.values()
         where = function.__qualname__.removesuffix(".__init__")
         known = {
-            name: _instance(x) for name, x in inspect.unwrap(function).__globals__.items() if _is_plain_class(x)
+            name: _instance(x) if isinstance(x, type) else _KINDS["str"]
+            for name, x in inspect.unwrap(function).__globals__.items()
+            if _is_plain_class(x) or _is_words(x)
         } | _KINDS
         single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         kinds = {p.name: _kind_of(p.annotation, known) for p in single if not names or p.name in names}
@@ -224,6 +227,11 @@ def _is_plain_class(x: Any) -> bool:
     return (
         isinstance(x, type) and x.__module__.startswith(("zerofn.", "torch.")) and not getattr(x, "_is_protocol", False)
     )
+
+
+def _is_words(x: Any) -> bool:
+    """Whether this is a `Literal` of words. Which of them is meant, the function finds out: it knows the nearest."""
+    return get_origin(x) is Literal and all(isinstance(word, str) for word in get_args(x))
 
 
 def _instance(kind: type) -> _What:

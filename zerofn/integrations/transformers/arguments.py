@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -44,7 +44,7 @@ class OurArguments(_Arguments):
     )
 
     def __post_init__(self) -> None:
-        self.axes, self._form = axes_of(self.mesh), zerofn.Precision(wire=self.wire or None).wire
+        self.axes, self._form = axes_of(self.mesh), zerofn.Precision(wire=cast(Any, self.wire or None)).wire
         self._of_deepspeed: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._scheduler: dict[str, Any] = {}  # DeepSpeed's
         given, self.deepspeed = getattr(self, "deepspeed", None), None
