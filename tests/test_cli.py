@@ -288,7 +288,8 @@ def test_a_deepspeed_configuration(tmp_path, capsys):
     path.write_text(json.dumps(config))
     assert main(["config", str(path), "--auto", "lr=3e-4", "--world", "2"]) == 0
     out = capsys.readouterr().out
-    assert "zero_optimization.stage" in out and "adamw(learning_rate=0.0003" in out and "stage=3, precision='fp32'" in out
+    assert "zero_optimization.stage" in out and "stage=3, precision='fp32'" in out
+    assert "adamw(learning_rate=0.0003" in out
     assert main(["config", str(path)]) == 1
     assert 'zerofn config: from_deepspeed: the configuration has "auto"' in capsys.readouterr().err
     assert main(["config", str(path), "--auto", "lr"]) == 1

@@ -46,4 +46,5 @@ def test_the_arguments_are_code():
     out = summary({**CONFIG, "zero_optimization": zero}, {}, 4)
     assert "stage=3, precision='fp16', offload=Offload(optimizer='cpu'" in out
     assert "zerofn.accumulate(state.value_and_grad(loss_fn), 2)(batch)  # 8 rows of a batch on each rank" in out
-    assert "tx = chain(clip_by_global_norm(max_norm=1.0), adamw(learning_rate=0.0003" in out and "loss_scale=DynamicLossScale(" in out
+    assert "tx = chain(clip_by_global_norm(max_norm=1.0), adamw(learning_rate=0.0003" in out
+    assert "loss_scale=DynamicLossScale(" in out
