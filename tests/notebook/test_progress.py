@@ -133,6 +133,29 @@ def test_in_a_terminal_the_line_is_written_over(monkeypatch):
     assert out.getvalue() == "\rlonger\rshort \n"
 
 
+class Kernel:
+    """A shell of a notebook."""
+
+    kernel = None
+
+
+def test_in_a_notebook_the_line_is_a_bar(monkeypatch):
+    shown = []
+    display = types.SimpleNamespace(update=shown.append)
+    monkeypatch.setattr("IPython.get_ipython", Kernel)
+    monkeypatch.setattr("IPython.display.display", lambda x, display_id: shown.append(x) or display)
+    for k, _ in enumerate(bar := zerofn.progress(BATCHES, every=3)):
+        bar.log({"loss": k})
+    first, second, last = shown
+    assert repr(first).startswith("3/7  loss 2") and "3/7  loss 2" in first._repr_html_()
+    assert [x._repr_html_().count("progressbar") for x in shown] == [1, 1, 1]
+    assert "width:42.9%" in first._repr_html_() and "width:100.0%" in last._repr_html_()
+    shown.clear()
+    for _ in zerofn.progress(iter(BATCHES), every=3):
+        pass
+    assert repr(shown[0]).startswith("3  ") and "progressbar" not in shown[0]._repr_html_()
+
+
 def test_what_is_printed_takes_the_lines_place(monkeypatch):
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)

@@ -1,5 +1,6 @@
 """Ranks behind a notebook's cells, in a shell of IPython."""
 
+import io
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from traitlets.config import Config
 import zerofn
 from zerofn import optim
 from zerofn.notebook import pool
+from zerofn.notebook.cells import Status
 from zerofn.notebook.pool import _local_store
 
 pytestmark = pytest.mark.slow
@@ -85,7 +87,7 @@ def two(shell):
     """Two ranks that are well, or three of an earlier test: they take seconds to start."""
     if shell.pool is None or shell.pool.broken or shell.pool.dead:
         shell.run("%ranks stop")
-        assert "2 ranks after" in shell.run("%ranks 2")
+        assert "2 ranks after" in shell.run("%ranks 2", within=300)
     return shell
 
 
@@ -235,7 +237,7 @@ def by_one_process(steps):
 def test_a_state_goes_on_with_other_ranks(two):
     two.run(TRAIN)
     assert two.run(WEIGHTS).splitlines()[0] == f"3 {by_one_process(3)} 2"
-    shown = two.run("%ranks 3")
+    shown = two.run("%ranks 3", within=300)
     assert "Moved: state." in shown and "step" in shown.partition("Lost:")[2] and "functions" in shown
     two.run("%%ranks\nimport os, torch, zerofn")
     assert two.run(WEIGHTS).splitlines()[0] == f"3 {by_one_process(3)} 3"
@@ -256,9 +258,10 @@ def test_a_rank_that_dies_is_told_and_a_restart_goes_on_from_the_last_save(two, 
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         two.run("%%ranks\nfor k in range(10**6):\n    state, _ = step(state, torch.ones(5))")
     assert time.monotonic() - start < 11
-    with pytest.raises(RuntimeError, match="rank 1 has ended.*%ranks restart"):
+    with pytest.raises(RuntimeError, match=f"rank 1 has ended.*%ranks restart continues from .*{tmp_path / 'run'}"):
         two.run("%%ranks\nprint(1)")
-    assert "Moved: state." in two.run("%ranks restart")
+    shown = two.run("%ranks restart", within=300)
+    assert "Loaded from the last save: state." in shown and "metrics" in shown.partition("Lost:")[2]
     two.run("%%ranks\nimport os, torch, zerofn")
     assert two.run(WEIGHTS).splitlines()[0] == saved
 
@@ -277,10 +280,32 @@ def test_one_rank_that_fails_while_the_other_waits_ends_both(two, monkeypatch):
         two.run("%%ranks\nprint(1)")
 
 
-def test_without_ranks_cells_run_here(none):
-    assert "loss" in none.run(TRAIN)
+def test_without_ranks_cells_run_here_and_say_so_once(none):
+    said = "No ranks run, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks."
+    assert said in none.run(TRAIN) and "loss" in none.shown
+    assert said not in none.run("%%ranks\nprint(1)")
+    assert "No ranks run, so cells run in the notebook's own process" in none.run("%autoranks on")
+    none.run("%autoranks off")
     assert "3 [" in none.run(WEIGHTS.replace("os.environ['WORLD_SIZE']", "'one'"))
     assert "No ranks" in none.run("%ranks")
+
+
+def test_a_process_that_ends_before_it_is_a_rank_is_told_with_its_last_words(none, monkeypatch):
+    monkeypatch.setattr(pool, "_ENGINE", "tests.notebook.no_engine")
+    with pytest.raises(RuntimeError, match="%ranks 2: a process ended before it was a rank.*no room for an engine"):
+        none.run("%ranks 2")
+    assert none.pool is None
+
+
+def test_the_line_of_a_start_is_written_over_in_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", out := io.StringIO())
+    status = Status()
+    status.tell("unseen")
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    status.tell("Starting 2 ranks: 1 of 2 processes run")
+    status.tell("Starting 2 ranks: 1 of 2 processes run")
+    status.end("2 ranks")
+    assert out.getvalue() == "\rStarting 2 ranks: 1 of 2 processes run, 0 s\r2 ranks".ljust(44 + 45) + "\n"
 
 
 @pytest.mark.parametrize(

@@ -46,4 +46,5 @@ def test_a_profile_is_tables_and_a_picture():
     _, profile = step.profile(state_of(build(2), 3), batch_of())
     shown = texts(profile._repr_html_())
     assert {"by kind", "by unit", "measured", "forward", "backward"} <= set(shown)
-    assert "<svg" in profile._repr_html_()
+    svg = profile._repr_html_().partition("<svg")[2]  # in the page's colours, on light and dark ones
+    assert "currentColor" in svg and "#000000" not in svg and "#ffffff" not in svg

@@ -7,11 +7,12 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from IPython.core.getipython import get_ipython
-from IPython.display import display
+from IPython.display import Pretty, display
 
 _ECHO = "stopped, because another rank"  # how the errors begin that follow from another rank's
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -48,6 +49,43 @@ def counted_interrupts() -> Iterator[list[int]]:
         yield came
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class Status:
+    """A line of a cell that says what is being done, and for how long; the last line stays."""
+
+    def __init__(self) -> None:
+        self._start, self._handle, self._shown = time.monotonic(), None, ""
+        shell = get_ipython()
+        self._notebook = shell is not None and hasattr(shell, "kernel")
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._start
+
+    def tell(self, text: str) -> None:
+        """Show a line in the place of the last one, if a notebook or a terminal can do so."""
+        line = f"{text}, {self.seconds:.0f} s"
+        if line != self._shown and (self._notebook or sys.stdout.isatty()):
+            self._show(line, "\r" + line.ljust(len(self._shown)))
+            self._shown = line
+
+    def end(self, text: str) -> None:
+        """Show the last line."""
+        if self._handle is None and not self._shown:
+            print(text)
+        else:
+            self._show(text, "\r" + text.ljust(len(self._shown)) + "\n")
+
+    def _show(self, line: str, over: str) -> None:
+        if not self._notebook:
+            sys.stdout.write(over)
+            sys.stdout.flush()
+        elif self._handle is None:
+            self._handle = display(Pretty(line), display_id=True)
+        else:
+            self._handle.update(Pretty(line))
 
 
 class Shown:

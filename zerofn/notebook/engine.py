@@ -111,12 +111,16 @@ def _abstract(name: str) -> bytes | str:
         return str(error)
 
 
-def described(before: Sequence[str]) -> tuple[list[str], dict[str, bytes | str]] | None:
-    """Return the paths saved to, the newest last, and what the states are; None if nothing was saved since `before`."""
+def described(before: Sequence[str]) -> tuple[tuple[list[str], dict[str, bytes | str]] | None, list[str]]:
+    """Return (the paths saved to, the newest last, and what the states are), and the names of all variables. The first
+    is None if nothing was saved since `before`.
+    """
     import zerofn
 
+    states, others = variables()
     paths = [str(x) for x in zerofn.saved_paths()]
-    return None if paths == list(before) else (paths, {name: _abstract(name) for name in variables()[0]})
+    saved = None if paths == list(before) else (paths, {name: _abstract(name) for name in states})
+    return saved, [*states, *others]
 
 
 def load_states(states: Mapping[str, bytes], paths: Sequence[str]) -> dict[str, str]:

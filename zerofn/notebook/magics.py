@@ -6,7 +6,6 @@ import atexit
 import importlib.util
 import os
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ class RankMagics(Magics):
 
     pool: Pool | None = None
     every_cell = False
+    said = False  # that a cell for ranks runs without them
 
     @classmethod
     def load(cls, shell: Any) -> None:
@@ -42,6 +42,7 @@ class RankMagics(Magics):
         magics = cls(shell)
         shell.register_magics(magics)
         shell.input_transformers_cleanup.append(magics.route)
+        shell.events.register("pre_run_cell", magics.say_where)
         atexit.register(magics.stop_at_exit, os.getpid())
 
     def route(self, lines: list[str]) -> list[str]:
@@ -55,6 +56,16 @@ class RankMagics(Magics):
         if self.every_cell and self.pool is not None and not first.startswith(("%%", "%ranks", "%autoranks")):
             return ["%%ranks\n", *lines]
         return lines
+
+    def say_where(self, cell: Any) -> None:
+        """Say of the first cell for ranks that it runs here, if there are none."""
+        if (cell.raw_cell or "").split()[:1] == ["%%ranks"]:
+            self._say_here()
+
+    def _say_here(self) -> None:
+        if self.pool is None and not self.said:
+            self.said = True
+            print("No ranks run, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks.")
 
     @no_var_expand
     @line_cell_magic
@@ -82,11 +93,14 @@ class RankMagics(Magics):
         if line.split() not in ([], ["on"], ["off"]):
             raise UsageError("%autoranks: write %autoranks, %autoranks on or %autoranks off.")
         self.every_cell = not self.every_cell if not line.split() else line.split() == ["on"]
-        print("Cells run on the ranks." if self.every_cell else "Cells run in the notebook's own process.")
+        if self.every_cell and self.pool is None:
+            print("No ranks run, so cells run in the notebook's own process until %ranks N starts some.")
+        else:
+            print("Cells run on the ranks." if self.every_cell else "Cells run in the notebook's own process.")
 
     def stop(self) -> None:
         """End the ranks, if there are any."""
-        pool, self.pool = self.pool, None
+        pool, self.pool, self.said = self.pool, None, False
         if pool is not None:
             pool.stop()
 
@@ -99,6 +113,7 @@ class RankMagics(Magics):
         if line.strip():
             raise UsageError(f"%%ranks {line}: %%ranks takes no options. The cell's code begins on the next line.")
         if self.pool is None:  # called from code, which `route` has not seen
+            self._say_here()
             get_ipython().run_cell(cell).raise_error()
             return
         self.pool.run(cell)
@@ -125,37 +140,36 @@ class RankMagics(Magics):
 
         check_size(size)
         with tempfile.TemporaryDirectory(prefix="zerofn-ranks-") as folder:
-            self._go_on(size, *pool.give(folder))
+            self._go_on(size, pool.give(folder), "Moved")
 
     def _restart(self) -> None:
         pool = self.pool
         if pool is None:
             raise UsageError("%ranks restart: no ranks run. Write %ranks N.")
-        self._go_on(pool.size, *pool.last_saves())
+        self._go_on(pool.size, pool.last_saves(), "Loaded from the last save")
 
-    def _go_on(self, size: int, paths: Sequence[str], states: Mapping[str, bytes], lost: Sequence[str]) -> None:
-        """Start other ranks with the states of these."""
+    def _go_on(self, size: int, given: tuple[Sequence[str], Mapping[str, bytes], Sequence[str]], how: str) -> None:
+        """Start other ranks with the states of these. `given`: see `Pool.give`; `how`: how states came, for people."""
+        paths, states, lost = given
         self.stop()
         pool = self._start(size)
         found = pool.take(paths, states)
         kept = [name for name, path in found.items() if path]
         lost = [*lost, *(f"{name} (no save has it)" for name, path in found.items() if not path)]
         if kept:
-            print(f"Moved: {', '.join(kept)}.")
-        if lost:
-            print(f"Lost: {', '.join(lost)}, and all imports, functions and classes. Run their cells again.")
+            print(f"{how}: {', '.join(kept)}.")
+        everything = [*lost, "all imports, functions and classes"]
+        print(f"Lost: {', '.join(everything[:-1])}{', and ' * bool(lost)}{everything[-1]}. Run their cells again.")
 
     def _start(self, size: int) -> Pool:
         if importlib.util.find_spec("ipyparallel") is None:
             raise UsageError("%ranks needs ipyparallel. Type pip install 'zerofn[notebook]'.")
+        from .cells import Status
         from .pool import Pool, check_machine, check_size
 
         check_size(size)
         check_machine()
-        start = time.monotonic()
-        self.pool = pool = Pool(size)
-        print(
-            f"{size} rank{'s' if size > 1 else ''} after {time.monotonic() - start:.1f} s: %%ranks runs a cell on all "
-            "ranks."
-        )
+        status, ranks = Status(), f"{size} rank{'s' if size > 1 else ''}"
+        self.pool = pool = Pool(size, lambda text: status.tell(f"Starting {ranks}: {text}"))
+        status.end(f"{ranks} after {status.seconds:.1f} s: %%ranks runs a cell on all ranks.")
         return pool

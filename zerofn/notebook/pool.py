@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ import torch.distributed as dist
 from . import engine
 from .cells import CellFailed, Interrupted, Shown, counted_interrupts, first_error, ranks_in_words
 
-_START = 60.0  # seconds until engines must be there
 _GRACE = 5.0  # seconds that ranks have to end by themselves when one has failed, has died, or was interrupted
 _HEAR = 10.0  # seconds that waiting ranks have to hear of it, at a beat of their hearts
+_ENGINE = "ipyparallel.engine"  # the module that a rank's process runs
+_LAST = 12  # lines of a process that has ended, in an error
 _LOOK, _SELDOM = 0.02, 0.2  # seconds between looks at what ranks print, in a short cell and in a long one
 
 
 class Pool:
-    """`size` processes of this machine."""
+    """`size` processes of this machine. `tell`: called with what is being done while they start."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.size, self._tell = size, tell
         self.broken = ""  # why the ranks share no group any more
         self.saved: tuple[list[str], dict[str, bytes | str]] = ([], {})  # see `engine.described`
+        self._names: list[str] = []  # of variables, after the last cell
         self._asked: Any = None
         self._results: list[Any] = []  # of the last cell
         self._folder = tempfile.mkdtemp(prefix="zerofn-ranks-")
@@ -47,12 +49,11 @@ class Pool:
             controller_ip="127.0.0.1",
             log_level=logging.ERROR,
             profile_dir=_profile_in(self._folder),
-            engine_timeout=int(_START),
             shutdown_atexit=False,  # which a forked process would do, too
         )
         try:
             self._views = self._start()
-            self.pids = self._on_all(engine.become_rank, each=[(self._variables(r), counts) for r in range(size)])
+            self.pids = self._joined([(self._variables(r), counts) for r in range(size)])
         except BaseException:
             self.stop()
             raise
@@ -60,11 +61,33 @@ class Pool:
     def _start(self) -> list[Any]:
         own = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": _threads(self.size)}
         tied = [sys.executable, "-m", "zerofn.launch.tied_processes", str(os.getpid()), self._folder]
+        self._tell("starting")
         self._cluster.start_controller_sync(environment=own, controller_cmd=[*tied, "ipyparallel.controller"])
-        self._cluster.start_engines_sync(self.size, environment=own, engine_cmd=[*tied, "ipyparallel.engine"])
+        self._cluster.start_engines_sync(self.size, environment=own, engine_cmd=[*tied, _ENGINE])
         client = self._cluster.connect_client_sync()
-        client.wait_for_engines(self.size, timeout=_START, interactive=False)
+        while (there := len(client.ids)) < self.size:
+            self._tell(f"{there} of {self.size} processes run")
+            self._check_started()
+            time.sleep(_LOOK)
         return [client[i] for i in sorted(client.ids)]
+
+    def _joined(self, given: Sequence[tuple[Any, ...]]) -> list[int]:
+        """Let all processes import ZeroFn and join the process group, and return their ids."""
+        asked = [view.apply_async(engine.become_rank, *x) for view, x in zip(self._views, given, strict=True)]
+        while not all(x.done() for x in asked):
+            self._tell(f"{sum(x.done() for x in asked)} of {self.size} ranks have imported ZeroFn and met")
+            self._check_started()
+            time.sleep(_LOOK)
+        return _results_of(asked)
+
+    def _check_started(self) -> None:
+        """Raise `RuntimeError` if a process has ended before it was a rank, with the last lines that it wrote."""
+        started = [x for engines in self._cluster.engines.values() for x in engines.launchers.values()]
+        for x in started:
+            if not _lives(x.pid):
+                told = Path(x.output_file).read_text(errors="replace").strip() if Path(x.output_file).exists() else ""
+                last = "\n".join(told.splitlines()[-_LAST:])
+                raise RuntimeError(f"%ranks {self.size}: a process ended before it was a rank.\n{last}".rstrip())
 
     def _variables(self, rank: int) -> dict[str, str]:
         """What torchrun would set; the store is this process's."""
@@ -86,10 +109,7 @@ class Pool:
         while not all(x.done() for x in asked):
             self._check_alive()
             time.sleep(_LOOK)
-        failed = first_error(asked)
-        if failed is not None:
-            raise failed
-        return [x.get() for x in asked]
+        return _results_of(asked)
 
     @property
     def dead(self) -> list[int]:
@@ -100,13 +120,22 @@ class Pool:
         if dead := self.dead:
             self.broken = f"{ranks_in_words(dead)} has ended: it was killed, ran out of memory, or exited"
         if self.broken:
-            raise CellFailed(f"{self.broken}. Write %ranks restart, which continues from the last save.")
+            raise CellFailed(f"{self.broken}. {self._restart()}")
+
+    def _restart(self) -> str:
+        """Return what a restart keeps and loses, in a sentence."""
+        if not self.saved[0]:
+            return "Nothing was saved: %ranks restart starts ranks again, without any variable."
+        return (
+            f"%ranks restart continues from the last save, {self.saved[0][-1]}; the steps since and all variables that "
+            "are not in it are lost."
+        )
 
     def state(self) -> str:
         """Return how the ranks are, in a sentence."""
         dead = self.dead
         if dead or self.broken:
-            return f"{self.broken or ranks_in_words(dead) + ' has ended'}. %ranks restart continues from the last save."
+            return f"{self.broken or ranks_in_words(dead) + ' has ended'}. {self._restart()}"
         return f"{self.size} ranks, processes {', '.join(map(str, self.pids))}, ready for %%ranks cells."
 
     def show(self, rank: int) -> None:
@@ -200,8 +229,9 @@ class Pool:
         asked, self._asked = self._asked, None
         if asked is not None:
             asked.wait(_GRACE)
-            if asked.done() and asked.successful() and asked.get() is not None:
-                self.saved = asked.get()
+            if asked.done() and asked.successful():
+                saved, self._names = asked.get()
+                self.saved = saved or self.saved
 
     def give(self, folder: str) -> tuple[list[str], dict[str, bytes], list[str]]:
         """Save what can go on to other ranks. Returns (paths, states by name, sentences about what is lost)."""
@@ -215,7 +245,8 @@ class Pool:
         """Return the same as `give`, of what was saved before."""
         self._look_at_saves()
         paths, states = self.saved
-        return paths, *_kept_and_lost(states, [])
+        kept, lost = _kept_and_lost(states, [name for name in self._names if name not in states])
+        return paths, kept, lost
 
     def take(self, paths: Sequence[str], states: Mapping[str, bytes]) -> dict[str, str]:
         """Load states of other ranks. Returns where each was found, "" for nowhere."""
@@ -230,6 +261,14 @@ class Pool:
         with contextlib.suppress(Exception):  # of engines that are dead already
             self._cluster.stop_cluster_sync()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _results_of(asked: Sequence[Any]) -> list[Any]:
+    """Return what a call has returned on each rank. Raises the first error."""
+    failed = first_error(asked)
+    if failed is not None:
+        raise failed
+    return [x.get() for x in asked]
 
 
 def _local_store() -> dist.TCPStore:

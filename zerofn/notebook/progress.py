@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import resource
@@ -127,7 +128,8 @@ class Progress(Generic[B]):
             record["eta_s"] = (self._total - self._steps) * seconds / steps
         self._since, self._before, self._counted, self._flops = now, self._steps, 0, 0
         self.records.append(record)
-        self._line.show(self.text(record))
+        share = self._steps / self._total if self._total is not None and self._total >= self._steps > 0 else None
+        self._line.show(self.text(record), share)
         for sink in self._sinks:
             sink.write(record)
 
@@ -230,6 +232,26 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
+class Bar:
+    """A line for notebooks, with a bar before it if the share of steps is known."""
+
+    def __init__(self, text: str, share: float | None) -> None:
+        self._text, self._share = text, share
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        text, share = f'<span style="white-space:pre-wrap">{html.escape(self._text)}</span>', self._share
+        row = "display:flex;align-items:center;gap:10px;font-family:monospace"
+        if share is None:
+            return f'<div style="{row}">{text}</div>'
+        # In the colours of the text, so that it looks the same on light and dark pages.
+        full = f'<div style="width:{100 * share:.1f}%;height:100%;background:currentColor;opacity:0.6"></div>'
+        frame = "flex:0 0 160px;height:10px;border:1px solid currentColor;border-radius:3px;overflow:hidden"
+        return f'<div style="{row}"><div role="progressbar" style="{frame}">{full}</div>{text}</div>'
+
+
 class Line:
     """One line that is written over, in a notebook or a terminal; lines one below the other elsewhere."""
 
@@ -240,15 +262,15 @@ class Line:
         self._handle: Any = None
         self._width = 0
 
-    def show(self, text: str) -> None:
-        """Write the line."""
+    def show(self, text: str, share: float | None = None) -> None:
+        """Write the line. `share`: of the steps, from 0 to 1, which a notebook shows as a bar."""
         if self._notebook:
-            from IPython.display import Pretty, display
+            from IPython.display import display
 
             if self._handle is None:
-                self._handle = display(Pretty(text), display_id=True)
+                self._handle = display(Bar(text, share), display_id=True)
             else:
-                self._handle.update(Pretty(text))
+                self._handle.update(Bar(text, share))
         elif self._terminal:
             sys.stderr.write("\r" + text.ljust(self._width))
             sys.stderr.flush()

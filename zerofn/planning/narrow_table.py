@@ -36,7 +36,7 @@ def shared(rows: Sequence[Row]) -> str:
 
 def narrow_lines(rows: Sequence[Row], best: Row | None) -> list[str]:
     """Return the head and a line for each row, the best one with a star."""
-    columns = _columns(rows)
+    columns = narrow_columns(rows)
     for name in _FIRST_OUT:
         if sum(2 + max(map(len, x)) for x in columns) > WIDTH:
             columns = [x for x in columns if x[0] != name]
@@ -84,7 +84,7 @@ def code_of(config: Config) -> str:
     return "\n".join(_code(x, 0) for x in ast.parse(config.call()).body)
 
 
-def _columns(rows: Sequence[Row]) -> list[list[str]]:
+def narrow_columns(rows: Sequence[Row]) -> list[list[str]]:
     """Return columns, each with its head first, without those that say nothing or the same in all rows."""
     unit = next((row.unit for row in rows if row.bound), "tokens")
     columns = [[name, *(str(row.config.sizes.get(name, 1)) for row in rows)] for name in _axes(rows)[1]]

@@ -10,7 +10,8 @@ from typing import Any
 
 from ..graph.liveness import KINDS, Moment
 
-_COLOURS = dict(zip(KINDS, ("#4c566a", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#ebcb8b"), strict=True))
+_COLOURS = dict(zip(KINDS, ("#6b7280", "#5e81ac", "#bf616a", "#a3be8c", "#d08770", "#c8ccd4", "#ebcb8b"), strict=True))
+_BLACK = "#2e3440"  # of lines
 MB, GB = 1e6, 1e9
 FAR = 8  # times the need: a limit beyond that is not drawn
 File = str | os.PathLike[str] | io.BytesIO
@@ -37,7 +38,7 @@ def draw(
     )
     most = max(x.nbytes for x in moments) / MB
     if measured:
-        axes.plot(range(len(measured)), [n / MB for n in measured], color="#2e3440", linewidth=0.8, label="measured")
+        axes.plot(range(len(measured)), [n / MB for n in measured], color=_BLACK, linewidth=0.8, label="measured")
     axes.plot(sent, [-0.03 * most] * len(sent), "|", color="#b48ead", label="transfers", markersize=5)
     axes.set_title(f"{title}: {most:,.1f} MB at its peak", loc="left", fontsize=10.5)
     axes.set(
@@ -82,7 +83,7 @@ def draw_rows(
             axes.barh(where, widths, left=ends, color=_COLOURS[kind], label=kind)
             ends = [end + width for end, width in zip(ends, widths, strict=True)]
     if near := limit < FAR * most:
-        axes.axvline(limit / unit, color="#2e3440", linewidth=1, linestyle="--", label="there is")
+        axes.axvline(limit / unit, color=_BLACK, linewidth=1, linestyle="--", label="there is")
     right = (max(limit, most) if near else most) / unit
     for k, note in enumerate(notes):
         axes.text(ends[k] + 0.01 * right, k, note, va="center", fontsize=8)
@@ -100,7 +101,8 @@ def draw_rows(
 def _save(figure: Any, axes: Any, file: File) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.savefig(file, format="svg" if isinstance(file, io.BytesIO) else None)
+    page = isinstance(file, io.BytesIO)  # which has a background of its own
+    figure.savefig(file, format="svg" if page else None, transparent=page)
     _pyplot().close(figure)
 
 
@@ -110,7 +112,9 @@ def page(body: str, draw_to: Callable[[File], None]) -> str:
     with contextlib.suppress(ImportError):
         draw_to(out)
     svg = out.getvalue().decode()
-    fitting = svg[svg.find("<svg") :].replace("<svg", '<svg style="max-width:100%;height:auto"', 1)
+    fitting = svg[svg.find("<svg") :].replace("<svg", '<svg style="max-width:100%;height:auto;fill:currentColor"', 1)
+    for black in ("#000000", _BLACK):  # in the colour of the page's text, whether the page is light or dark
+        fitting = fitting.replace(black, "currentColor")
     return f"<div>{body}{fitting}</div>"
 
 

@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from ..cost.machine import Machine
-from ..util.html import preformatted, table
+from ..util.html import paragraph, preformatted, table
 from ..util.sizes import in_words
-from .narrow_table import code_of, details_of, filled, narrow_lines, remat_in_words, shared
+from .narrow_table import code_of, details_of, filled, narrow_columns, narrow_lines, remat_in_words, shared
 from .picture import File, draw_rows, page
 from .plan import Plan
 from .plan_row import Row
 from .verdict import fits, nothing_fits
-from .wide_table import wide_columns, wide_lines
+from .wide_table import wide_lines
 from .wire import BreakEven
 
 
@@ -180,14 +180,17 @@ class Table:
             [row.rate if row.fits else row.lacks.split(" too")[0] for row in self.rows],
             self.machine.memory,
             file,
-            title=f"{self.name} on {self.world} rank(s) of {self.machine.name}",
+            title=self._title(),
         )
 
     def _repr_html_(self) -> str:
-        head, *rows = wide_columns(self.rows)
+        head, *rows = map(list, zip(*narrow_columns(self.rows), strict=True))
         marked = None if self._best is None else self.rows.index(self._best)
-        body = table(f"{self.verdict()} {self._title()}:", head, rows, left=[len(head) - 1], marked=marked)
-        told = [*self._details(), *(f"left out: {x}" for x in self.left_out), *self._code(wrap=True)]
+        body = paragraph(self.verdict()) + table(
+            f"{self._title()}{shared(self.rows)}", head, rows, left=[len(head) - 1], marked=marked
+        )
+        shown = [] if self._shown is None else details_of(self._shown)
+        told = [*shown, *self._details(), *(f"left out: {x}" for x in self.left_out), *self._code(wrap=True)]
         return page(body + preformatted("\n".join(told)), self._draw)
 
     def __repr__(self) -> str:

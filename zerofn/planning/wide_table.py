@@ -30,14 +30,14 @@ _HEAD = (
 
 def wide_lines(rows: Sequence[Row], best: Row | None) -> list[str]:
     """Return the head and a line for each row, the best one with a star."""
-    cells = wide_columns(rows)
+    cells = _columns(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     marks = [" ", *("*" if row is best else " " for row in rows)]
     lines = ["  ".join([*map(str.rjust, told[:-1], widths), told[-1]]) for told in cells]
     return [f"{mark} {line}".rstrip() for mark, line in zip(marks, lines, strict=True)]
 
 
-def wide_columns(rows: Sequence[Row]) -> list[list[str]]:
+def _columns(rows: Sequence[Row]) -> list[list[str]]:
     """Return the head and the cells of all rows, without columns that are empty."""
     cells = [list(_HEAD), *map(wide_cells, rows)]
     several = any(row.config.on_axes for row in rows)

@@ -9,6 +9,11 @@ _CELL = "padding:2px 8px;white-space:nowrap;text-align:"
 _BLOCK = "white-space:pre;overflow-x:auto"
 
 
+def paragraph(text: str) -> str:
+    """Return HTML of a text whose lines are wrapped."""
+    return f'<p style="font-weight:bold;margin:8px 0">{html.escape(text)}</p>'
+
+
 def preformatted(text: str) -> str:
     """Return HTML of a text whose lines are not wrapped."""
     return f'<pre style="{_BLOCK}">{html.escape(text)}</pre>'
