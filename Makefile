@@ -15,13 +15,15 @@ KERNELS := CMakeLists.txt $(wildcard ops/csrc/*)
 torch_stamp := torch-$(subst /,_,$(subst :,_,$(TORCH))).stamp
 
 export OMP_NUM_THREADS ?= 1
+# Its environment has what all tests need: a library that is missing is an error, and no reason to leave tests out.
+export ZEROFN_ALL_TESTS = 1
 # Where it is set, as in many containers, each of some hundred processes that tests start would compile the library.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo check test test-all test-system lint bench docs architecture clean
 .NOTPARALLEL:
 
-demo: $(VENV)/examples.stamp
+demo: $(VENV)/demo.stamp
 	$(VENV)/bin/torchrun --standalone --nproc-per-node $(RANKS) examples/gpt.py
 
 # `ruff`, and a run of Python with `mypy` beside it: while tests are collected, which one core does, it takes the other.
@@ -105,8 +107,8 @@ clean:
 	rm -f $*/torch-*.stamp
 	touch $@
 
-$(VENV)/examples.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
-	$(VENV)/$(PIP) -e ".[examples]"
+$(VENV)/demo.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)
+	$(VENV)/$(PIP) -e ".[demo]"
 	touch $@
 
 $(VENV)/docs.stamp: $(VENV)/$(torch_stamp) pyproject.toml $(KERNELS)

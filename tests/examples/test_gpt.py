@@ -3,6 +3,8 @@
 import json
 import math
 import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,22 @@ TINY = [
     *("--layers", 2, "--heads", 2, "--width", 32, "--context", 16, "--vocab", 300, "--megabytes", 0.2),
     *("--batch", 8, "--eval-batches", 2, "--eval-every", 3, "--sample", 4, "--steps", 6),
 ]  # fmt: skip
+
+
+def listed(name, pyproject):
+    """The names of the packages in a list of pyproject.toml."""
+    found = re.search(rf'^{name} = \[((?:"[^"]*"|[^]"])*)\]', pyproject, re.M)[1]
+    return set(re.findall(r'"([A-Za-z_-]+)[^"]*"', found))
+
+
+def test_make_demo_installs_what_it_imports_and_no_more():
+    root = Path(__file__).resolve().parents[2]
+    pyproject = (root / "pyproject.toml").read_text()
+    imported = set(re.findall(r"^(?:import|from) (\w+)", (root / "examples/gpt.py").read_text(), re.M))
+    installed = listed("dependencies", pyproject) | {"zerofn"}
+    asked_for = (listed("demo", pyproject) | listed("plots", pyproject)) - {"zerofn"}
+    assert imported - installed - sys.stdlib_module_names == asked_for
+    assert "$(VENV)/demo.stamp" in re.search(r"^demo: (.*)$", (root / "Makefile").read_text(), re.M)[1]
 
 
 def losses(folder):

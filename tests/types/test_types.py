@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import basedpyright
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,10 +32,9 @@ def run(*command):
 
 @pytest.mark.slow
 def test_pyright_knows_the_types_of_a_script_and_refuses_misspelt_options(tmp_path):
-    pytest.importorskip("basedpyright", reason='pyright comes with pip install ".[test]"')
     config = {"include": [str(SCRIPT)], "extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config))
-    done = run("basedpyright", "--outputjson", "--pythonpath", sys.executable, "--project", str(tmp_path))
+    done = run(basedpyright.__name__, "--outputjson", "--pythonpath", sys.executable, "--project", str(tmp_path))
     found = {}
     for x in json.loads(done.stdout)["generalDiagnostics"]:
         revealed = re.fullmatch(r'Type of ".*" is "(.*)"', x["message"], re.S)
