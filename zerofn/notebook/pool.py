@@ -75,7 +75,7 @@ class Pool:
         """Let all processes import ZeroFn and join the process group, and return their ids."""
         asked = [view.apply_async(engine.become_rank, *x) for view, x in zip(self._views, given, strict=True)]
         while not all(x.done() for x in asked):
-            self._tell(f"{sum(x.done() for x in asked)} of {self.size} ranks have imported ZeroFn and met")
+            self._tell(f"{sum(x.done() for x in asked)} of {self.size} ranks have imported torch and ZeroFn")
             self._check_started()
             time.sleep(_LOOK)
         return _results_of(asked)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CellType
 from typing import Any, NoReturn
 
-from .user_line import is_users
+from .user_line import is_users, place
 
 _EMPTY = CellType()  # compares equal whatever the notes hold
 
@@ -101,7 +101,7 @@ class CaptureError(RuntimeError):
         rows = list(traceback.extract_tb(self.__traceback__))
         if os.environ.get("ZEROFN_TRACEBACK") != "full":
             rows = [x for x in rows if is_users(x.filename)]
-        return [said(self), "", *"".join(traceback.format_list(rows)).splitlines()]
+        return [said(self), "", *(f"  {place(x.filename, x.lineno or 0)}, in {x.name}\n    {x.line}" for x in rows)]
 
 
 class CheckpointError(RuntimeError):

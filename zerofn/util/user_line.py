@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import functools
 import linecache
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ _GENERATED = ("<frozen", "<eval_with_key", "<zerofn", "<string>", "<__")
 # folder on the path.
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
+_CELL = re.compile(r".*/ipykernel_\d+/\d+\.py|<ipython-input-.*>")
 _MOST_OF_LINE = 100  # characters of it in a message
 
 
@@ -76,10 +78,19 @@ def _installed_in(folder: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def place(file: str, number: int) -> str:
+    """Return 'file:line', or the line of a notebook's cell: the names of their files say nothing.
+
+    >>> place("train.py", 3), place("/tmp/ipykernel_4228/2221559953.py", 3)
+    ('train.py:3', 'line 3 of the cell')
+    """
+    return f"line {number} of the cell" if _CELL.fullmatch(file) else f"{file}:{number}"
+
+
 def at_line(file: str, number: int) -> str:
     """Return ' at file:line (code)', of a long line the begin."""
     code = linecache.getline(file, number).strip()
-    return f" at {file}:{number} ({code if len(code) <= _MOST_OF_LINE else f'{code[: _MOST_OF_LINE - 3]}...'})"
+    return f" at {place(file, number)} ({code if len(code) <= _MOST_OF_LINE else f'{code[: _MOST_OF_LINE - 3]}...'})"
 
 
 def frames(frame: FrameType | None) -> Iterator[CodeLine]:
@@ -98,4 +109,4 @@ def user_line(frame: FrameType | None = None) -> CodeLine | None:
 def user_place() -> str:
     """Return 'file:line' of `user_line`."""
     line = user_line()
-    return "a line that is not the user's" if line is None else f"{line.file}:{line.number}"
+    return "a line that is not the user's" if line is None else place(line.file, line.number)
