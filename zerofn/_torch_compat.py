@@ -488,6 +488,25 @@ def compiler_state() -> str:
     return f"{torch.__version__} {torch.version.git_version} {devices} {cpu} {settings}"
 
 
+class _AsPromised(torch.fx.Interpreter):
+    """Runs a graph for Inductor, whose decompositions may lay a result out otherwise than torch: `cat` with an empty
+    tensor, as of a new cache of keys, becomes a copy that keeps the strides. What reads the result, in this graph or
+    behind it, was captured with torch's strides.
+    """
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """Return a node's value, laid out as it was captured."""
+        out, promised = super().run_node(n), n.meta.get("val")
+        if not (isinstance(out, torch.Tensor) and isinstance(promised, torch.Tensor)) or out.shape != promised.shape:
+            return out
+        order = sorted(range(out.dim()), key=lambda dim: (-promised.stride(dim), dim))
+        wanted = [promised.stride(dim) for dim in order if out.shape[dim] > 1]
+        if not promised.permute(order).is_contiguous() or wanted == [out.stride(d) for d in order if out.shape[d] > 1]:
+            return out
+        moved = out.permute(order).clone(memory_format=torch.contiguous_format)
+        return moved.permute(sorted(range(out.dim()), key=order.__getitem__))
+
+
 def compile_graph(
     gm: torch.fx.GraphModule, fakes: Sequence[torch.Tensor], mode: FakeTensorMode, options: dict[str, Any]
 ) -> tuple[Callable[[list[Any]], Sequence[Any]], bytes]:
@@ -507,7 +526,7 @@ def compile_graph(
     if all(x.device.type == "cpu" for x in fakes):
         known["compile_threads"] = 1  # its processes would not write whole files
     with inductor_config.patch(known), torch.no_grad(), tracing(TracingContext(mode)), mode, _whole_files():
-        interpreter = torch.fx.Interpreter(gm)
+        interpreter = _AsPromised(gm)
         flat = make_fx(lambda *xs: interpreter.run(*xs), decomposition_table=select_decomp_table())(*fakes)
         _recursive_joint_graph_passes(flat)
         with V.set_fake_mode(mode):

@@ -66,6 +66,27 @@ def run(gm):
     return torch.equal(found, expected)
 
 
+def test_results_are_laid_out_as_they_were_captured(no_files):
+    """Inductor takes `cat` with an empty tensor, a new cache of keys, for a copy, and then a view of it may not fit."""
+
+    def make(graph, x, y):
+        turned = graph.call_function(aten.t.default, (x,))
+        empty = graph.call_function(aten.slice.Tensor, (graph.call_function(aten.view.default, (y, [16])), 0, 0, 0))
+        joined = graph.call_function(aten.cat.default, ([empty, turned],))
+        flat = graph.call_function(aten.view.default, (joined, [16]))
+        values = {x: torch.rand(4, 4), y: torch.rand(4, 4)}
+        for node in graph.nodes:  # FakeTensors of one mode are what a capture has
+            if node.op == "call_function":
+                values[node] = node.target(*torch.fx.map_arg(node.args, values.get))
+        results = [joined, graph.call_function(aten.neg.default, (flat,))]
+        return results
+
+    gm, x, y = region_of(make, "region_of_an_empty_part"), torch.rand(4, 4), torch.rand(4, 4)
+    found, expected = regions.compiled(gm).run([x, y]), gm(x, y)
+    assert [a.stride() for a in found] == [a.stride() for a in expected] == [(4, 1), (1,)]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.whole
 def test_results_have_memory_of_their_own():
     def make(graph, x, y):

@@ -145,7 +145,7 @@ def _folder() -> Path:
 
 
 def _digest(name: str) -> str:
-    return hashlib.sha256(f"{name} {OPTIONS} {_state()} {torch.get_num_threads()}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{name} laid out {OPTIONS} {_state()} {torch.get_num_threads()}".encode()).hexdigest()[:32]
 
 
 @functools.cache
