@@ -164,7 +164,7 @@ def settle(sharded: Sharded) -> None:
         if full is not None:
             start, stop, _ = spec.in_copy(unit)
             if not spec.lies_in_copy(unit, shard.storage):
-                full[i][start:stop].copy_(spec.precision.narrow(shard.decode()))
+                full[i][start:stop].copy_(spec.precision.narrow(shard.load_and_decode()))
             refresh_copy(spec, unit, full[i], shard.dtype)
             ops.wait(full[i])
         elif not spec.partition.shard_over and spec.within(unit).size > 1:
