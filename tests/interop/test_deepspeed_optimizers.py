@@ -13,8 +13,8 @@ from zerofn.interop.deepspeed_optimizers import optimizer_of
 STEPS = 6
 
 
-def of(kind, moments=None, **params):
-    return optimizer_of(Section({"optimizer": {"type": kind, "params": params}}, ""), moments)[0]
+def of(kind, moments=None, mask=None, **params):
+    return optimizer_of(Section({"optimizer": {"type": kind, "params": params}}, ""), moments, mask)[0]
 
 
 def trained(tx):
@@ -128,3 +128,27 @@ def test_codes_that_a_schedule_never_comes_to_are_told():
 def test_what_cannot_be_is_a_sentence(kind, params, message):
     with pytest.raises(ValueError, match=message):
         of(kind, **params)
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [("AdamW", {}), ("Adam", {"adam_w_mode": False}), ("Lion", {}), ("SGD", {}), ("RMSprop", {}), ("Adagrad", {}),
+     ("OneBitAdam", {}), ("ZeroOneAdam", {}), ("OneBitLamb", {})],
+)  # fmt: skip
+def test_a_mask_says_which_leaves_decay(kind, more):
+    slope = gradient(0)
+
+    def both(decay, mask=None):
+        tx = of(kind, mask=mask, lr=0.01, weight_decay=decay, **more)
+        state = zerofn.TrainState.create(params={"w": start(), "b": start()[0]}, tx=tx)
+        _, grads = state.value_and_grad(lambda p: (p["w"] * slope).sum() + (p["b"] * slope[1]).sum())()
+        return state.apply_gradients(grads).params
+
+    masked, plain, without = both(0.1, lambda leaf: leaf.ndim >= 2), both(0.1), both(0.0)
+    assert torch.equal(masked["w"], plain["w"]) and torch.equal(masked["b"], without["b"])
+    assert not torch.equal(plain["b"], without["b"])
+
+
+def test_a_mask_beside_an_optimizer_of_ones_own_is_refused():
+    with pytest.raises(ValueError, match="mask= is for the optimizer of the configuration, but tx= was passed"):
+        zerofn.from_deepspeed({}, tx=optim.sgd(0.1), mask=lambda leaf: True)

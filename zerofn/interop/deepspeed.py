@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +49,13 @@ class Setup:
     sparse_attention: zerofn.sparse.Pattern | None = None
 
 
-@checked("auto", "world")
+@checked("auto", "mask", "world")
 def from_deepspeed(
     config: str | os.PathLike[str] | Mapping[str, Any],
     *,
     auto: Mapping[str, Any] | None = None,
     tx: Any = None,
+    mask: Callable[[Any], Any] | None = None,
     world: int | None = None,
 ) -> Setup:
     """Translate a DeepSpeed configuration into arguments of ZeroFn.
@@ -66,7 +67,9 @@ def from_deepspeed(
 
     `config`: the file, or its content as a dict. `auto`: values for `"auto"`, by key, such as "optimizer.params.lr", or
     by its last word, such as "lr"; batch sizes, and keys without effect here, may stay "auto". `tx`: your own
-    optimizer, if the configuration has none. `world`: number of ranks; by default that of this job.
+    optimizer, if the configuration has none. `mask`: which leaves decay, in place of groups of parameters:
+    `mask=lambda leaf: leaf.ndim >= 2` leaves biases and norms out. `world`: number of ranks; by default that of this
+    job.
 
     `zerofn config ds_config.json` prints for every key what replaces it, and why. Raises `ValueError` for an unknown
     key, an `"auto"` without a value, a batch size that is not rows x microbatches x ranks, and a key without
@@ -85,10 +88,15 @@ def from_deepspeed(
     moments: Any = "bf16" if bf16.flag("bf16_optimizer_states") else None
     schedule = None
     if tx is None:
-        tx, schedule = optimizer_of(top, moments)
+        tx, schedule = optimizer_of(top, moments, mask)
     elif "optimizer" in given or "scheduler" in given:
         raise ValueError(
             "from_deepspeed: the configuration has an optimizer, which tx= would replace. Leave one of them out."
+        )
+    elif mask is not None:
+        raise ValueError(
+            "from_deepspeed: mask= is for the optimizer of the configuration, but tx= was passed. Write the mask "
+            "there: tx=optim.adamw(3e-4, mask=...)."
         )
     tx = clipped(tx, top.number("gradient_clipping", 1.0, 0.0))
     offload = _offload(top("zero_optimization"))

@@ -22,10 +22,11 @@ _REFUSED = {
 }
 
 
-def optimizer_of(config: Section, moments: Any) -> tuple[Any, Any]:
+def optimizer_of(config: Section, moments: str | None, mask: Any = None) -> tuple[Any, Any]:
     """Return (transformation, learning rate) that `optimizer`, `scheduler` and `gradient_clipping` say.
 
-    `moments`: their format. Raises `ValueError` for an optimizer or a parameter that has no counterpart.
+    `moments`: their format. `mask`: which leaves decay. Raises `ValueError` for an optimizer or a parameter that has no
+    counterpart.
     """
     block = config("optimizer")
     if block.values.get("type") is None:
@@ -46,7 +47,7 @@ def optimizer_of(config: Section, moments: Any) -> tuple[Any, Any]:
     params = block("params")
     default, make = _OPTIMIZERS[kind]
     rate = schedule_of(config("scheduler"), params.number("lr", default, 0.0))
-    tx = make(params, rate, moments)
+    tx = make(params, rate, moments, mask)
     _warn_of_no_codes(name, tx, config("scheduler")("params").values.get("total_num_steps"))
     return tx, rate
 
@@ -80,17 +81,17 @@ def _must_be(params: Section, name: str, wanted: Any, why: str) -> None:
         raise ValueError(f"from_deepspeed: {params.name}.{name}={params.values[name]!r}: {why}.")
 
 
-def _adam(decoupled: bool) -> Callable[[Section, Any, Any], Any]:
-    def make(params: Section, rate: Any, moments: Any) -> Any:
+def _adam(decoupled: bool) -> Callable[[Section, Any, str | None, Any], Any]:
+    def make(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
         params.only("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", *_IGNORED)
         _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
         _must_be(params, "bias_correction", True, "here the bias of moments is always corrected")
         b1, b2 = _betas(params, (0.9, 0.999))
         eps, decay = params.number("eps", 1e-8, 0.0), params.number("weight_decay", 0.0, 0.0)
         if decoupled or params.flag("adam_w_mode", True):  # DeepSpeed's "Adam" is AdamW unless it is told otherwise
-            return optim.adamw(rate, b1, b2, eps, decay, moments=moments)
+            return optim.adamw(rate, b1, b2, eps, decay, mask, moments=moments)
         adam = optim.adam(rate, b1, b2, eps, moments=moments)
-        return optim.chain(optim.add_decayed_weights(decay), adam) if decay else adam
+        return optim.chain(optim.add_decayed_weights(decay, mask), adam) if decay else adam
 
     return make
 
@@ -109,13 +110,13 @@ def _one_bit(params: Section, default: float, *names: str) -> tuple[tuple[float,
     return how, params.number(names[0], default, 1, whole=True)
 
 
-def _onebit_adam(params: Section, rate: Any, moments: Any) -> Any:
+def _onebit_adam(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     _plain_moments("OneBitAdam", moments)
     how, freeze_step = _one_bit(params, 100_000, "freeze_step")
-    return optim.onebit_adam(rate, *how, freeze_step=freeze_step)
+    return optim.onebit_adam(rate, *how, mask, freeze_step=freeze_step)
 
 
-def _zero_one_adam(params: Section, rate: Any, moments: Any) -> Any:
+def _zero_one_adam(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     _plain_moments("ZeroOneAdam", moments)
     local = ("local_step_scaler", "local_step_clipper")
     how, freeze_step = _one_bit(params, 100_000, "var_freeze_step", "var_update_scaler", *local)
@@ -127,7 +128,7 @@ def _zero_one_adam(params: Section, rate: Any, moments: Any) -> Any:
                 stacklevel=2,
             )
     scaler = params.number("var_update_scaler", 16, 1, whole=True)
-    return optim.zero_one_adam(rate, *how, var_freeze_step=freeze_step, var_update_scaler=scaler)
+    return optim.zero_one_adam(rate, *how, mask, var_freeze_step=freeze_step, var_update_scaler=scaler)
 
 
 _OF_LAMB = {
@@ -140,29 +141,29 @@ _OF_LAMB = {
 }
 
 
-def _onebit_lamb(params: Section, rate: Any, moments: Any) -> Any:
+def _onebit_lamb(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     _plain_moments("OneBitLamb", moments)
     how, freeze_step = _one_bit(params, 100_000, "freeze_step", *_OF_LAMB)
     more = {name: params.number(name, default, 0.0) for name, default in _OF_LAMB.items()}
-    return optim.onebit_lamb(rate, *how, freeze_step=freeze_step, **more)
+    return optim.onebit_lamb(rate, *how, mask, freeze_step=freeze_step, **more)
 
 
-def _lion(params: Section, rate: Any, moments: Any) -> Any:
+def _lion(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     params.only("lr", "betas", "weight_decay", *_IGNORED)
     b1, b2 = _betas(params, (0.9, 0.99))
-    return optim.lion(rate, b1, b2, params.number("weight_decay", 0.0, 0.0), moments=moments)
+    return optim.lion(rate, b1, b2, params.number("weight_decay", 0.0, 0.0), mask, moments=moments)
 
 
-def _sgd(params: Section, rate: Any, moments: Any) -> Any:
+def _sgd(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     params.only("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize", *_IGNORED)
     _must_be(params, "dampening", 0, "dampening has no counterpart")
     _must_be(params, "maximize", False, "return the negative loss instead")
     momentum = params.number("momentum", 0.0, 0.0)
     decay, nesterov = params.number("weight_decay", 0.0, 0.0), params.flag("nesterov")
-    return optim.sgd(rate, momentum or None, nesterov, decay, moments=moments if momentum else None)
+    return optim.sgd(rate, momentum or None, nesterov, decay, mask, moments=moments if momentum else None)
 
 
-def _rmsprop(params: Section, rate: Any, moments: Any) -> Any:
+def _rmsprop(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     params.only("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize", *_IGNORED)
     _must_be(params, "maximize", False, "return the negative loss instead")
     _plain_moments("RMSprop", moments)
@@ -175,10 +176,10 @@ def _rmsprop(params: Section, rate: Any, moments: Any) -> Any:
         centered=params.flag("centered"),
         momentum=momentum or None,
     )
-    return optim.chain(optim.add_decayed_weights(decay), tx) if decay else tx
+    return optim.chain(optim.add_decayed_weights(decay, mask), tx) if decay else tx
 
 
-def _adagrad(params: Section, rate: Any, moments: Any) -> Any:
+def _adagrad(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     params.only("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize", *_IGNORED)
     _must_be(params, "lr_decay", 0, "write a schedule")
     _must_be(params, "maximize", False, "return the negative loss instead")
@@ -195,7 +196,7 @@ def _adagrad(params: Section, rate: Any, moments: Any) -> Any:
 
     # torch's formula: optax's adagrad has eps inside the root
     parts = [optim.from_functions(init, update, "adagrad"), optim.scale_by_learning_rate(rate)]
-    return optim.chain(*([optim.add_decayed_weights(decay)] if decay else []), *parts)
+    return optim.chain(*([optim.add_decayed_weights(decay, mask)] if decay else []), *parts)
 
 
 def _plain_moments(name: str, moments: str | None) -> None:
@@ -204,7 +205,7 @@ def _plain_moments(name: str, moments: str | None) -> None:
 
 
 # name -> (DeepSpeed's learning rate, what makes it)
-_OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, Any], Any]]] = {
+_OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, str | None, Any], Any]]] = {
     "Adam": (1e-3, _adam(decoupled=False)),
     "AdamW": (1e-3, _adam(decoupled=True)),
     "Lion": (1e-4, _lion),
