@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import importlib
 import itertools
 import logging
@@ -499,9 +500,12 @@ class _AsPromised(torch.fx.Interpreter):
         out, promised = super().run_node(n), n.meta.get("val")
         if not (isinstance(out, torch.Tensor) and isinstance(promised, torch.Tensor)) or out.shape != promised.shape:
             return out
-        order = sorted(range(out.dim()), key=lambda dim: (-promised.stride(dim), dim))
-        wanted = [promised.stride(dim) for dim in order if out.shape[dim] > 1]
-        if not promised.permute(order).is_contiguous() or wanted == [out.stride(d) for d in order if out.shape[d] > 1]:
+        shape, strides = out.shape, promised.stride()
+        order = sorted(range(out.dim()), key=lambda dim: (-strides[dim], dim))
+        along = [dim for dim in order if shape[dim] > 1]
+        dense = [math.prod(shape[dim] for dim in along[k + 1 :]) for k in range(len(along))]
+        wanted = [strides[dim] for dim in along]
+        if wanted != dense or wanted == [out.stride(dim) for dim in along]:
             return out
         moved = out.permute(order).clone(memory_format=torch.contiguous_format)
         return moved.permute(sorted(range(out.dim()), key=order.__getitem__))

@@ -22,7 +22,7 @@ _REFUSED = {
 }
 
 
-def optimizer_of(config: Section, moments: str | None, mask: Any = None) -> tuple[Any, Any]:
+def optimizer_of(config: Section, moments: Any, mask: Any = None) -> tuple[Any, Any]:
     """Return (transformation, learning rate) that `optimizer`, `scheduler` and `gradient_clipping` say.
 
     `moments`: their format. `mask`: which leaves decay. Raises `ValueError` for an optimizer or a parameter that has no
@@ -81,8 +81,8 @@ def _must_be(params: Section, name: str, wanted: Any, why: str) -> None:
         raise ValueError(f"from_deepspeed: {params.name}.{name}={params.values[name]!r}: {why}.")
 
 
-def _adam(decoupled: bool) -> Callable[[Section, Any, str | None, Any], Any]:
-    def make(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _adam(decoupled: bool) -> Callable[[Section, Any, Any, Any], Any]:
+    def make(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
         params.only("lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode", *_IGNORED)
         _must_be(params, "amsgrad", False, "amsgrad has no counterpart")
         _must_be(params, "bias_correction", True, "here the bias of moments is always corrected")
@@ -110,13 +110,13 @@ def _one_bit(params: Section, default: float, *names: str) -> tuple[tuple[float,
     return how, params.number(names[0], default, 1, whole=True)
 
 
-def _onebit_adam(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _onebit_adam(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     _plain_moments("OneBitAdam", moments)
     how, freeze_step = _one_bit(params, 100_000, "freeze_step")
     return optim.onebit_adam(rate, *how, mask, freeze_step=freeze_step)
 
 
-def _zero_one_adam(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _zero_one_adam(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     _plain_moments("ZeroOneAdam", moments)
     local = ("local_step_scaler", "local_step_clipper")
     how, freeze_step = _one_bit(params, 100_000, "var_freeze_step", "var_update_scaler", *local)
@@ -141,20 +141,20 @@ _OF_LAMB = {
 }
 
 
-def _onebit_lamb(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _onebit_lamb(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     _plain_moments("OneBitLamb", moments)
     how, freeze_step = _one_bit(params, 100_000, "freeze_step", *_OF_LAMB)
     more = {name: params.number(name, default, 0.0) for name, default in _OF_LAMB.items()}
     return optim.onebit_lamb(rate, *how, mask, freeze_step=freeze_step, **more)
 
 
-def _lion(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _lion(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     params.only("lr", "betas", "weight_decay", *_IGNORED)
     b1, b2 = _betas(params, (0.9, 0.99))
     return optim.lion(rate, b1, b2, params.number("weight_decay", 0.0, 0.0), mask, moments=moments)
 
 
-def _sgd(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _sgd(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     params.only("lr", "momentum", "nesterov", "weight_decay", "dampening", "maximize", *_IGNORED)
     _must_be(params, "dampening", 0, "dampening has no counterpart")
     _must_be(params, "maximize", False, "return the negative loss instead")
@@ -163,7 +163,7 @@ def _sgd(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     return optim.sgd(rate, momentum or None, nesterov, decay, mask, moments=moments if momentum else None)
 
 
-def _rmsprop(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _rmsprop(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     params.only("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize", *_IGNORED)
     _must_be(params, "maximize", False, "return the negative loss instead")
     _plain_moments("RMSprop", moments)
@@ -179,7 +179,7 @@ def _rmsprop(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
     return optim.chain(optim.add_decayed_weights(decay, mask), tx) if decay else tx
 
 
-def _adagrad(params: Section, rate: Any, moments: str | None, mask: Any) -> Any:
+def _adagrad(params: Section, rate: Any, moments: Any, mask: Any) -> Any:
     params.only("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value", "maximize", *_IGNORED)
     _must_be(params, "lr_decay", 0, "write a schedule")
     _must_be(params, "maximize", False, "return the negative loss instead")
@@ -205,7 +205,7 @@ def _plain_moments(name: str, moments: str | None) -> None:
 
 
 # name -> (DeepSpeed's learning rate, what makes it)
-_OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, str | None, Any], Any]]] = {
+_OPTIMIZERS: dict[str, tuple[float, Callable[[Section, Any, Any, Any], Any]]] = {
     "Adam": (1e-3, _adam(decoupled=False)),
     "AdamW": (1e-3, _adam(decoupled=True)),
     "Lion": (1e-4, _lion),
