@@ -75,11 +75,11 @@ def test_results_are_laid_out_as_they_were_captured(no_files):
         joined = graph.call_function(aten.cat.default, ([empty, turned],))
         flat = graph.call_function(aten.view.default, (joined, [16]))
         values = {x: torch.rand(4, 4), y: torch.rand(4, 4)}
-        for node in graph.nodes:  # FakeTensors of one mode are what a capture has
+        for node in graph.nodes:
             if node.op == "call_function":
                 values[node] = node.target(*torch.fx.map_arg(node.args, values.get))
-        results = [joined, graph.call_function(aten.neg.default, (flat,))]
-        return results
+                node.meta["val"] = MODE.from_tensor(values[node])
+        return [joined, graph.call_function(aten.neg.default, (flat,))]
 
     gm, x, y = region_of(make, "region_of_an_empty_part"), torch.rand(4, 4), torch.rand(4, 4)
     found, expected = regions.compiled(gm).run([x, y]), gm(x, y)
