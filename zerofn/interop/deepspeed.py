@@ -86,18 +86,7 @@ def from_deepspeed(
     rows, num_microbatches = _batch(top, _ranks() if world is None else world)
     bf16, fp16 = top("bf16" if "bf16" in given else "bfloat16"), top("fp16")
     moments: Any = "bf16" if bf16.flag("bf16_optimizer_states") else None
-    schedule = None
-    if tx is None:
-        tx, schedule = optimizer_of(top, moments, mask)
-    elif "optimizer" in given or "scheduler" in given:
-        raise ValueError(
-            "from_deepspeed: the configuration has an optimizer, which tx= would replace. Leave one of them out."
-        )
-    elif mask is not None:
-        raise ValueError(
-            "from_deepspeed: mask= is for the optimizer of the configuration, but tx= was passed. Write the mask "
-            "there: tx=optim.adamw(3e-4, mask=...)."
-        )
+    tx, schedule = _optimizer(top, moments, tx, mask)
     tx = clipped(tx, top.number("gradient_clipping", 1.0, 0.0))
     offload = _offload(top("zero_optimization"))
     stage = _stage(top("zero_optimization"))
@@ -113,6 +102,22 @@ def from_deepspeed(
         cast_batch=torch.float16 if fp16.flag("enabled") and fp16.flag("auto_cast") else None,
         sparse_attention=_sparse(top("sparse_attention")),
     )
+
+
+def _optimizer(top: Section, moments: Any, tx: Any, mask: Any) -> tuple[Any, Any]:
+    """Return (transformation, schedule) of the configuration, or one's own and None."""
+    if tx is None:
+        return optimizer_of(top, moments, mask)
+    if "optimizer" in top.values or "scheduler" in top.values:
+        raise ValueError(
+            "from_deepspeed: the configuration has an optimizer, which tx= would replace. Leave one of them out."
+        )
+    if mask is not None:
+        raise ValueError(
+            "from_deepspeed: mask= is for the optimizer of the configuration, but tx= was passed. Write the mask "
+            "there: tx=optim.adamw(3e-4, mask=...)."
+        )
+    return tx, None
 
 
 def _ranks() -> int:
