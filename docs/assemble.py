@@ -20,6 +20,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from docs import reference
 from tests.support import architecture
 from tests.support.library import FILES
 
@@ -86,7 +87,8 @@ def generate() -> None:
         first = path.read_text().split('"""')[1].split("\n")[0]
         parts.append(f"## `{path.name}`\n\n{first}\n\n```py\n{path.read_text().rstrip()}\n```\n")
     (OUT / "recipes.md").write_text("\n".join(parts))
-    (OUT / "reference.md").write_text(reference())
+    for name, text in reference.pages().items():
+        (OUT / name).write_text(text)
 
 
 def rooms() -> str:
@@ -98,29 +100,6 @@ def rooms() -> str:
         path = FILES[f"zerofn.{name.replace('/', '.')}"] if name != "__init__" else None
         if path is not None and path.name == "__init__.py":
             parts.append(f"## `{name}`\n\n{ast.get_docstring(ast.parse(path.read_text()))}\n")
-    return "\n".join(parts)
-
-
-def reference() -> str:
-    """Return the page of all public names."""
-    import zerofn
-
-    parts = ["# Reference\n"]
-    for title, module in (
-        ("zerofn", zerofn),
-        ("zerofn.optim", zerofn.optim),
-        ("zerofn.collectives", zerofn.collectives),
-        ("zerofn.moe", zerofn.moe),
-        ("zerofn.parallel", zerofn.parallel),
-        ("zerofn.sparse", zerofn.sparse),
-        ("zerofn.sparse.deepspeed", zerofn.sparse.deepspeed),
-        ("zerofn.random", zerofn.random),
-    ):
-        parts.append(f"## `{title}`\n")
-        for name in module.__all__:
-            value = getattr(module, name)
-            if hasattr(value, "__module__"):
-                parts.append(f"::: {value.__module__}.{name}\n")
     return "\n".join(parts)
 
 

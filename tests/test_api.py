@@ -1,14 +1,18 @@
 """The names that ZeroFn promises, and where a person finds them."""
 
+import inspect
 import pydoc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import zerofn
+from docs import reference
 from zerofn import collectives, moe, optim, parallel, passes, random, schedules, sparse
 
+ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = {
     zerofn: "abort abstract accumulate all_finite because collectives compile copy diloco eager_region even export "
     "export_dcp first_nonfinite from_deepspeed gather global_norm leaf_norms load load_dcp load_deepspeed "
@@ -130,3 +134,21 @@ def test_import_brings_nothing_heavy(said):
 @pytest.mark.slow
 def test_submodules_load_when_asked_for_and_none_takes_a_public_names_place(said):
     assert said[1] == f"module 'zerofn' has no attribute 'shrad'. Did you mean zerofn.shard?\n{MODULES}"
+
+
+def test_the_reference_has_every_public_name_and_a_page_for_each_group():
+    pages = reference.pages()
+    text = "\n".join(pages.values())
+    for package in PUBLIC:
+        for name in package.__all__:
+            value = getattr(package, name)
+            if hasattr(value, "__module__") and not inspect.ismodule(value):
+                assert f"{name}\n" in text, f"{package.__name__}.{name}"
+    nav = (ROOT / "docs/mkdocs.yml").read_text()
+    assert [x for x in pages if f": {x}\n" not in nav] == []
+
+
+def test_a_public_name_without_a_group_is_said(monkeypatch):
+    monkeypatch.setitem(reference.GROUPS, "Replicas that train apart", [("zerofn.training.diloco", "Diloco")])
+    with pytest.raises(ValueError, match=r"no group has zerofn\.diloco\. Add them to GROUPS"):
+        reference.pages()
