@@ -165,7 +165,10 @@ def test_a_constant_that_meets_the_state_is_the_same_on_all_ranks(ranks, step, t
 
 def test_another_optimizer_on_one_rank_is_told(ranks):
     for message in ranks(2, other_optimizers, 3):
-        assert "cosine_decay_schedule(0.1, 10" in message and "cosine_decay_schedule(0.2, 10" in message
+        assert (
+            "cosine_decay_schedule(init_value=0.1, decay_steps=10" in message
+            and "cosine_decay_schedule(init_value=0.2, decay_steps=10" in message
+        )
 
 
 def free(stage):

@@ -250,7 +250,11 @@ def test_a_tensor_inside_what_is_no_container_is_refused(returned):
         (_norm, TypeError, r"torch.norm got params\['0.weight'\].*zerofn.global_norm\(params\)"),
         (_grad_of_gathered, RuntimeError, "does not require grad"),
         (_of_state_dict, ValueError, "state.params contain the model's buffers: write TrainState.create"),
-        (_another_optimizer, TypeError, r"opt_state is AdamState, but sgd\(learning_rate=0.1, momentum=0.9.*needs SgdState.*tx.init"),
+        (
+            _another_optimizer,
+            TypeError,
+            r"opt_state is AdamState, but sgd\(learning_rate=0.1, momentum=0.9.*needs SgdState.*tx.init",
+        ),
     ],
     ids=["output", "norm", "gathered", "state_dict", "optimizer"],
 )
