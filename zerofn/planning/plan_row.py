@@ -65,7 +65,7 @@ class Config(NamedTuple):
         """Describe it in a few words."""
         offload = self.offload and f"offload {in_short(self.offload)}"
         remat = self.remat and f"remat {self.remat}"
-        rows = f"{self.rows} rows" if with_rows else ""
+        rows = f"{self.rows} row{'s' * (self.rows != 1)}" if with_rows else ""
         parts = (
             self.on_axes and self.grid,
             f"stage {self.stage}",

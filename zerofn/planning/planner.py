@@ -17,6 +17,7 @@ from ..sharding.partition import Stage
 from ..sharding.precision import Precision, PrecisionWord
 from ..sharding.wire import Wire, WireWord
 from ..util.arguments import checked
+from ..util.sign_of_life import sign_of_life
 from ..util.sizes import num_bytes
 from .asked import ALL, All, Asked, Cuts, Initial, RematToPlan, Step
 from .kinds import planner_of
@@ -102,7 +103,9 @@ def _check_for_all_meshes(cuts: Cuts | None, hpz: bool) -> None:
 def plan_step(step: Step, mesh: Mesh, machine: Machine | str | os.PathLike[str], where: Machine, asked: Asked) -> Table:
     """Plan a step on one mesh. `machine`: as the user has written it; `where`: see `cluster`."""
     where.check_ranks(mesh.num_ranks)
-    rows = step.planned_by(lambda step: list(planner_of(step, mesh, where, written(machine), Initial()).rows(asked)))
+    with sign_of_life(f"planning {step.name}"):
+        initial = Initial()
+        rows = step.planned_by(lambda x: list(planner_of(x, mesh, where, written(machine), initial).rows(asked)))
     return Table(rows, where, mesh.num_ranks, step.name)
 
 
@@ -113,7 +116,8 @@ def plan_meshes(
     the user has written it; `where`: see `cluster`.
     """
     where.check_ranks(world)
-    rows, left_out, name = rows_of_meshes(step_on, world, where, written(machine), asked)
+    with sign_of_life("planning meshes"):
+        rows, left_out, name = rows_of_meshes(step_on, world, where, written(machine), asked)
     return Table(rows, where, world, name, left_out)
 
 
