@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -30,7 +30,7 @@ def sources(node: Node) -> list[Node]:
             first = node.args[0]
             if not isinstance(first, Node):
                 return []
-            return _shared_inside(first, node.args[1]) if runs_once(first) else sources(first)  # type: ignore[arg-type]
+            return _Bodies().shared(first, node.args[1]) if runs_once(first) else sources(first)  # type: ignore[arg-type]
         if not isinstance(target, OpOverload):
             return []
         known = _views[id(target)] = target, [(0, "self")] if target in UNDECLARED_VIEWS else aliased_arguments(target)
@@ -65,7 +65,7 @@ def writes(node: Node) -> list[Node]:
     if id(target) in _pure:  # nearly always
         return []
     if is_nested(node):
-        return _written_inside(node)
+        return _Bodies().written(node)
     if node.op != "call_function" or target is operator.getitem:
         return []
     if not isinstance(target, OpOverload):
@@ -78,21 +78,43 @@ def writes(node: Node) -> list[Node]:
     return [x for each in several for x in each if isinstance(x, Node)]
 
 
-def _shared_inside(node: Node, k: int) -> list[Node]:
-    """Return the input whose memory result `k` of a body is."""
-    result = results_of(body_of(node))[k]
-    memory = memory_of(result) if isinstance(result, Node) else None
-    if memory is None or memory.op != "placeholder":  # nearly always: the inputs are not looked at
-        return []
-    call = call_of(node)
-    assert call is not None
-    return [call.given[memory]]
+class _Bodies:
+    """What the bodies that nodes run write, and which inputs they return. Each body is looked at once: a pipeline calls
+    a piece for each microbatch. An object is valid for as long as no graph changes.
+    """
+
+    def __init__(self) -> None:
+        self._written: dict[GraphModule, list[Node]] = {}
+        self._returned: dict[tuple[GraphModule, int], Node | None] = {}
+
+    def written(self, node: Node) -> list[Node]:
+        """Return the inputs of a node that its body writes to."""
+        call = call_of(node)
+        assert call is not None
+        if call.body not in self._written:
+            self._written[call.body] = [x for x in call.given if is_written(x)]
+        return [call.given[x] for x in self._written[call.body]]
+
+    def shared(self, node: Node, k: int) -> list[Node]:
+        """Return the input whose memory result `k` of a body is."""
+        body = body_of(node)
+        if (body, k) not in self._returned:
+            result = results_of(body)[k]
+            memory = memory_of(result) if isinstance(result, Node) else None
+            self._returned[body, k] = memory if memory is not None and memory.op == "placeholder" else None
+        memory = self._returned[body, k]
+        if memory is None:  # nearly always: the inputs are not looked at
+            return []
+        call = call_of(node)
+        assert call is not None
+        return [call.given[memory]]
 
 
-def _written_inside(node: Node) -> list[Node]:
-    call = call_of(node)
-    assert call is not None
-    return [value for x, value in call.given.items() if is_written(x)]
+def with_writes(nodes: Iterable[Node]) -> Iterator[tuple[Node, list[Node]]]:
+    """Yield each node with the arguments that it writes to, as `writes` does. No graph may change meanwhile."""
+    bodies = _Bodies()
+    for node in nodes:
+        yield node, bodies.written(node) if is_nested(node) else writes(node)
 
 
 def is_written(node: Node) -> bool:
@@ -129,9 +151,14 @@ def _written_by_foreign(node: Node) -> list[Node]:
 def roots(graph: Graph) -> dict[Node, Node]:
     """Map every node to the node that made its memory."""
     found: dict[Node, Node] = {}
+    bodies = _Bodies()
     for node in graph.nodes:
         known = _views.get(id(node.target))
-        source = sources(node) if known is None or known[1] else None
+        source: list[Node] | None
+        if node.target is operator.getitem and isinstance(first := node.args[0], Node) and runs_once(first):
+            source = bodies.shared(first, node.args[1])
+        else:
+            source = sources(node) if known is None or known[1] else None
         found[node] = found[source[0]] if source else node
     return found
 
@@ -208,14 +235,14 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
 def _with_writers(graph: Graph, root: dict[Node, Node]) -> Iterator[tuple[Node, dict[Node, Node]]]:
     """Yield each node with the last writers before it, by memory."""
     writer: dict[Node, Node] = {}
-    for node in graph.nodes:
+    for node, written in with_writes(graph.nodes):
         yield node, writer
-        writer.update((root[x], node) for x in writes(node))
+        writer.update((root[x], node) for x in written)
 
 
 def last_writers(root: dict[Node, Node]) -> dict[Node, Node]:
     """Map memory to the last node that writes to it, through any view. `root`: the result of `roots`."""
-    return {root[x]: node for node in root for x in writes(node)}
+    return {root[x]: node for node, written in with_writes(root) for x in written}
 
 
 def written_memory(root: dict[Node, Node]) -> set[Node]:

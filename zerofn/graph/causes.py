@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch.fx import Graph, Node
 
-from .alias import is_given, roots, writes
+from .alias import is_given, roots, with_writes
 
 # FREE: of no parameter. PARAM: of parameters alone, the same in every microbatch. ACT: of both, an activation.
 FREE, PARAM, ACT = "free", "param", "act"
@@ -33,7 +33,7 @@ class Causes:
     def __init__(self, graph: Graph, leaves: Mapping[Node, str], varying: Collection[Node]) -> None:
         self.root = roots(graph)
         self.inputs = _with_writers(graph, self.root)
-        self.written_by = {x: {self.root[y] for y in writes(x)} for x in graph.nodes if writes(x)}
+        self.written_by = {x: {self.root[y] for y in ys} for x, ys in with_writes(graph.nodes) if ys}
         self.written: dict[Node, list[Node]] = {}
         for node, memories in self.written_by.items():
             for memory in memories:
@@ -75,8 +75,8 @@ def _with_writers(graph: Graph, root: Mapping[Node, Node]) -> dict[Node, list[No
     """Map each node to what it reads, with the last writer before it to the memory of each of its inputs."""
     last: dict[Node, Node] = {}
     found: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
+    for node, written in with_writes(graph.nodes):
         inputs = node.all_input_nodes
         found[node] = list(dict.fromkeys([*inputs, *(last[root[x]] for x in inputs if root[x] in last)]))
-        last.update((root[x], node) for x in writes(node))
+        last.update((root[x], node) for x in written)
     return found

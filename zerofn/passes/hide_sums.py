@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch.fx import Graph, GraphModule, Node
 
 from ..cost.op_cost import flops
-from ..graph.alias import is_view, positions, writes
+from ..graph.alias import is_view, positions, with_writes
 from ..graph.edit import clean
 from ..graph.liveness import AGAIN
 from ..graph.node_kinds import arguments, is_start, start_of, wait_of
@@ -61,7 +61,7 @@ def _is_of_values(node: Node) -> bool:
 
 def _not_needed(start: Node, window: Sequence[Node]) -> list[Node]:
     """Return what neither a transfer nor anything that has to stay needs of the nodes before its start, in order."""
-    if any(writes(x) for x in window):
+    if any(written for _, written in with_writes(window)):
         return []  # what is moved might read what they write
     needed = {start}
     for node in reversed(window):

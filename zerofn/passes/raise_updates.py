@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..graph.alias import positions, roots, touches, writes
+from ..graph.alias import positions, roots, touches, with_writes, writes
 from ..graph.edit import clean, raise_up
 from ..graph.node_kinds import (
     UPDATE,
@@ -38,8 +38,8 @@ def raise_updates(program: Program) -> None:
     where, root = positions(graph), roots(graph)
     touched = touches(graph, root)
     writers: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        for x in writes(node):
+    for node, written in with_writes(graph.nodes):
+        for x in written:
             writers.setdefault(root[x], []).append(node)
 
     makers = {root[x]: rule for rule in rules for x in writes(rule)}
