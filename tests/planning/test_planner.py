@@ -406,3 +406,20 @@ def test_a_machine_reads_with_units():
     )
     plain = zerofn.Machine("plain", "cpu", 1, 8e9, 1e10, {"float32": 1e10}, 0, 0, measured_on="2 x CPU")
     assert repr(plain) == "plain: 1 x cpu, 8 GB at 10 GB/s each; float32 10 GFLOP/s; measured on 2 x CPU"
+
+
+def test_a_weight_that_is_a_number_is_planned_for_ranks_that_are_not_there():
+    """The sum of the weights is a transfer of a constant, which a capture must not run."""
+    model = build(LAYERS)
+
+    def train_step(state, batch):
+        def loss_fn(params, x):
+            return functional_call(model, params, (x,)).square().sum(), float(x.numel())
+
+        loss, grads = state.value_and_grad(loss_fn)(batch["x"])
+        return state.apply_gradients(grads), loss
+
+    (row,) = zerofn.plan(
+        train_step, init_state, batch_of(), machine=HERE, offload=None, precision=None, remat=None, world=2, stage=3
+    )
+    assert sum(1 for x in row.plan.graph.graph.nodes if "all_gather" in str(x.target)) > LAYERS

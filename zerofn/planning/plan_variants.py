@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import passes, tree
 from .._torch_compat import storage_key
 from ..capture.checked_capture import captured
+from ..capture.shared_regions import Regions, shared
 from ..comm.axes import KINDS, PIPE
 from ..comm.current_mesh import as_rank, unlike_work
 from ..comm.mesh import Mesh
@@ -200,16 +201,18 @@ class RowPlanner:
         """
         doing(f"planning {self._step.name}, {config.label()}")
         found: list[_Prepared] = []
-        for mesh in as_stages(self._mesh):
-            with unlike_work() as unlike:
-                first = self._prepared(config, mesh)
+        fake, stages = self._fake, as_stages(self._mesh)
+        regions = Regions() if len(stages) > 1 else None
+        for mesh in stages:
+            with unlike_work() as unlike, shared(regions):
+                first = self._prepared(config, mesh, fake)
             if isinstance(first, Row):
                 return first
             found.append(first)
             for axis in (x for x in mesh.axes if x.name in unlike):
                 for rank in range(1, axis.size):
                     with as_rank(axis, rank):
-                        other = self._prepared(config, mesh)
+                        other = self._prepared(config, mesh, fake)
                     assert isinstance(other, _Prepared)  # it has the same state
                     found.append(other)
         return found
@@ -228,9 +231,9 @@ class RowPlanner:
         cuts = self._cuts_in_words(worst.config, worst.microbatches)
         return replace(worst, config=worst.config._replace(cuts=cuts), pipelined=whole)
 
-    def _prepared(self, config: Config, mesh: Mesh) -> _Prepared | Row:
+    def _prepared(self, config: Config, mesh: Mesh, fake: FakeMachine) -> _Prepared | Row:
         """Return the captured step, before any decision about memory; a row if the state alone is too large."""
-        m, fake = self._machine, self._fake
+        m = self._machine
         state = self._laid(fake, config, mesh)
         with fake():
             needs = state_needs(state)

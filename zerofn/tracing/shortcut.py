@@ -34,6 +34,7 @@ from .._torch_compat import (
     name_of_node,
     new_node,
     no_dispatch,
+    node_of,
     num_dispatch_modes,
     outside_trace,
     storage_key,
@@ -41,7 +42,7 @@ from .._torch_compat import (
 from ..ops import ctc  # noqa: F401  (defines what it replaces)
 from ..ops.ravel import MARKS
 from ..ops.registry import ASKS_METADATA, ASKS_VALUES, LIFTS, REPLACED, SAME, VIEWS, traits_of
-from ..util.nested_arguments import tensors_in
+from ..util.nested_arguments import tensors_in, with_tensors
 from ..util.process import the
 from .fake_kernels import see_views_of_zeros
 from .grad_mode import noted_grad_mode, with_grad_mode
@@ -347,6 +348,20 @@ def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
     return _LOST if kind is None else _again(call, kind, given, named)
 
 
+def _sent(call: _Call, args: Any, kwargs: Any) -> Any:
+    """As `_fresh`, for a transfer. Of a constant, torch would run it, to know the result: other ranks may not be there."""
+    return _fresh(call, with_tensors(args, lambda x: _without_value(call, x)), kwargs)
+
+
+def _without_value(call: _Call, x: Tensor) -> Tensor:
+    """Return a fake tensor without its constant value, for the same node."""
+    node = None if call.tracer is None else node_of(call.tracer, x)
+    if node is None or type(x) is not FakeTensor or x.constant is None:
+        return x
+    with no_dispatch():
+        return call.made(call.fakes.elem(x), x.device, None, node)
+
+
 def _noted(call: _Call, container: Any, results: Sequence[Any]) -> _Kind:
     """Return results of these kinds, with values for the nodes of this capture."""
     with no_dispatch():
@@ -442,6 +457,8 @@ def _find_way(func: Any) -> _Way | None:
         return None if func in ASKS_METADATA else _parts
     if _TAGS & set(func.tags) or func in LIFTS or func._schema.is_mutable or is_implicit(func):
         return None
+    if traits_of(func).collective:
+        return _sent
     if func.is_view:
         return _passed if func in MARKS or traits_of(func).passes_on else _view
     return _fresh

@@ -17,6 +17,7 @@ from .. import tree
 from ..capture.advice import instead, not_constant
 from ..capture.float8_products import note_products
 from ..capture.loop import in_parts, loop
+from ..capture.shared_regions import shared_region
 from ..capture.unused import note_gradients
 from ..collectives.maps import heard_transfers
 from ..collectives.over_ranks import sum_over
@@ -127,8 +128,7 @@ class ValueAndGrad:
         work.sums.check(self.rng)
         with axes_of(mesh):
             if not work.loops:
-                only, partial = work.microbatch(nodes, args, 0)
-                loss, aux = only.detached, only.aux
+                loss, aux, partial = work.microbatch(nodes, args, 0)
                 sums, left = work.summed(partial, loss[1], 0)
             else:
                 loss, aux, sums, left = work.loop(args)
@@ -207,9 +207,11 @@ class _Work:
     def num_ranks(self) -> int:
         return 1 if self.axis is None else self.axis.size
 
-    def microbatch(self, nodes: list[Any], args: Sequence[Any], index: Any) -> tuple[Loss, list[Tensor]]:
-        """Return the local loss and gradients: a flat tensor for each trainable unit, and one for each trained
-        plain leaf.
+    def microbatch(
+        self, nodes: list[Any], args: Sequence[Any], index: Any
+    ) -> tuple[tuple[Tensor, Tensor | None], Any, list[Tensor]]:
+        """Return the local loss with its weight, aux, and gradients: a flat tensor for each trainable unit, and one for
+        each trained plain leaf.
         """
         full = [gather_leaves(x) if is_sharded(x) else [x] for x in nodes]
         leaves = [
@@ -223,18 +225,24 @@ class _Work:
         wanted = [t for ts in leaves for t in ts if t.requires_grad]
         key = self._key(index)
         products = self._products(leaves)
-        with torch.enable_grad(), randomness(key), same_parameters(), float8_products():
-            with phase(FORWARD), heard_transfers() as heard:
-                loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
-            check_gradient(loss.mean, wanted)
-            factor, share = self._factor(loss, heard)
-            with phase(BACKWARD):
-                found = _derivatives(loss.mean, wanted, self._seed(loss, share))
+
+        def differentiated() -> tuple[tuple[Tensor, Tensor | None], Any, Tensor | None, Sequence[Tensor | None]]:
+            with torch.enable_grad(), randomness(key), same_parameters(), float8_products():
+                with phase(FORWARD), heard_transfers() as heard:
+                    loss = self._loss(tree.unflatten(self.treedef, logical), args, wanted)
+                check_gradient(loss.mean, wanted)
+                factor, share = self._factor(loss, heard)
+                with phase(BACKWARD):
+                    return loss.detached, loss.aux, factor, _derivatives(loss.mean, wanted, self._seed(loss, share))
+
+        given = None if products else (leaves, args, key)  # products are told of their weights inside
+        parts = self.num_ranks, self.vg.num_microbatches
+        loss, aux, factor, found = shared_region(differentiated, self.vg.loss_fn, given, parts)
         by_leaf = {id(t): g for t, g in zip(wanted, found, strict=True)}
         note_gradients(lambda: self._used(leaves, by_leaf))
         for each in products:
             note_products(each.told)
-        return loss, flat_gradients(nodes, leaves, by_leaf, factor)
+        return loss, aux, flat_gradients(nodes, leaves, by_leaf, factor)
 
     def _products(self, leaves: list[list[Tensor]]) -> list[Products]:
         """Let linear layers know the weights of states whose precision has float8 products."""
@@ -326,13 +334,13 @@ class _Work:
         def body(index: Tensor, mine: list[Tensor]) -> tuple[list[Tensor], list[Tensor], Any]:
             fresh = iter(mine)
             values = tree.unflatten(treedef, [next(fresh) if isinstance(x, Tensor) else x for x in leaves])
-            loss, flats = self.microbatch(nodes, values, index)
+            loss, aux, flats = self.microbatch(nodes, values, index)
             # Clone: the loss or weight may be a buffer that the next microbatch writes.
-            pair = [x.clone() for x in loss.detached if x is not None]
+            pair = [x.clone() for x in loss if x is not None]
             return (
                 pair + (flats if late else self.sums.own(flats, self.key_of_codes(index))),
-                loss.aux,
-                (tree.structure(loss.aux), len(pair) == 2),
+                aux,
+                (tree.structure(aux), len(pair) == 2),
             )
 
         sums, stacked, (like, weighted) = loop(body, n, [p for p in parts if isinstance(p, Tensor)], rounds)
