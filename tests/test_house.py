@@ -222,6 +222,7 @@ PROCESS_WIDE = {
     "zerofn.random.rng_state._active": ONE_THREAD,
     "zerofn.collectives.maps._heard": ONE_THREAD,
     "zerofn.capture.unused._seen": ONE_THREAD,
+    "zerofn.capture.shared_regions._regions": ONE_THREAD,
     "zerofn.capture.float8_products._seen": ONE_THREAD,
     "zerofn.moe.experts._counted": ONE_THREAD,
     "zerofn.comm.current_mesh._current": ONE_THREAD,
