@@ -349,7 +349,9 @@ def _fresh(call: _Call, args: Any, kwargs: Any) -> Any:
 
 
 def _sent(call: _Call, args: Any, kwargs: Any) -> Any:
-    """As `_fresh`, for a transfer. Of a constant, torch would run it, to know the result: other ranks may not be there."""
+    """As `_fresh`, for a transfer. torch would run that of a constant to know the result, but other ranks may not be
+    there.
+    """
     return _fresh(call, with_tensors(args, lambda x: _without_value(call, x)), kwargs)
 
 
