@@ -54,6 +54,12 @@ def export(
 
     Raises `CheckpointError` for a checkpoint that cannot be read, `ValueError` for a part or size that does not
     exist.
+
+    >>> import tempfile, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     [x.name for x in export(f"{folder}/step-1", f"{folder}/out")]
+    ['model.safetensors']
     """
     refuse_while_capturing(WHAT)
     if is_remote(located(out)):

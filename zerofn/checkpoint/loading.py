@@ -61,6 +61,12 @@ def load(
 
     Raises `CheckpointError`, on every rank and with `like` still usable, if `path` has no complete checkpoint, if a
     file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
+
+    >>> import tempfile, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     load(f"{folder}/step-1", like={"w": torch.zeros(2)})
+    {'w': tensor([1., 1.])}
     """
     words = f"{path}{'' if only is None else f', only {only}'}{', donated' if donate else ''}"
     return _load(together(WHAT, partial(located, path)), like, _Choice(only, rename, donate=donate), words)

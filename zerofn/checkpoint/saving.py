@@ -58,6 +58,12 @@ def save(path: str | os.PathLike[str], state: Any, *, wait: bool = True) -> Savi
     Raises, on every rank: `TypeError` for a leaf that cannot be stored, `ValueError` if two leaves have the same name
     or a replicated leaf differs between ranks, `CheckpointError` if the disk fails, if `path` exists and is not a
     checkpoint, or if another job saves there, and `RuntimeError` if not all ranks call it.
+
+    >>> import tempfile, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     saving.done()
+    True
     """
     return save_along(path, state, wait, Along())
 

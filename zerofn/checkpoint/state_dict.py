@@ -59,6 +59,9 @@ def load_state_dict(
 
     `like` is not changed, unless `donate` is true: then values are written into its memory, and using it afterwards
     raises.
+
+    >>> load_state_dict({"w": torch.ones(2)}, like={"w": torch.zeros(2)})
+    {'w': tensor([1., 1.])}
     """
     found = state_dict if isinstance(state_dict, Mapping) else together(WHAT, state_dict)
     names = "\n".join(sorted(found))

@@ -23,6 +23,12 @@ def verify(path: str | os.PathLike[str]) -> list[str]:
 
     Several ranks divide the files among them; every rank must call it, and all get the same list. Raises
     `CheckpointError`, on every rank, if the network or memory fails.
+
+    >>> import tempfile, torch, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     verify(f"{folder}/step-1")  # nothing is damaged
+    []
     """
     refuse_while_capturing(WHAT)
     texts = with_texts(WHAT, lambda: (None, json.dumps(_faults(located(path), *rank_and_size()))))[1]

@@ -184,6 +184,12 @@ def progress(
     or "trackio" (for the run that you have started), and objects with `write(record)` and `close()`. Raises
     `ValueError` for an `every` below 1, an `initial` below 0 or an unknown destination, `ImportError` for a destination
     whose library is not installed.
+
+    >>> bar = progress([torch.ones(4, 3)] * 2, every=2)
+    >>> for rows in bar:
+    ...     bar.log({"loss": rows.mean()})
+    >>> bar.records[0]["step"], bar.records[0]["loss"]
+    (2, 1.0)
     """
     return Progress(loader, every, total, initial, tokens, to, step)
 

@@ -38,6 +38,9 @@ class Offload:
     chooses by measured rates.
 
     Raises `ValueError` or `TypeError` for unknown values.
+
+    >>> Offload(optimizer="nvme", path="/mnt/drive").paths
+    ['/mnt/drive']
     """
 
     optimizer: Tier | None = None

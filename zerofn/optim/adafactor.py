@@ -38,6 +38,12 @@ def adafactor(
 
     Shards are not gathered. A step has at most three small all-gathers: one of a number for each row and column,
     and two of one or two numbers for each leaf. Raises `ValueError` for hyperparameters out of range.
+
+    >>> import torch
+    >>> tx = adafactor(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1000, -0.1000])}
     """
     if learning_rate is not None:
         checks.learning_rate("adafactor", learning_rate)

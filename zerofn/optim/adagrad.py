@@ -55,6 +55,11 @@ def adagrad(
     """Adagrad (Duchi et al. 2011): a chain of `scale_by_rss` and `scale_by_learning_rate`.
 
     Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx = adagrad(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.0994, -0.0997])}
     """
     checks.learning_rate("adagrad", learning_rate)
     checks.number("adagrad", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)

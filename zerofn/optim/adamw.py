@@ -41,6 +41,11 @@ def adamw(
     both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale for 256
     elements, take 2.03 bytes and need a float32 master; "fp8" has no kernel, so torch's operations update it, more
     slowly. Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx = adamw(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1000, -0.1000])}
     """
     return _adam("adamw", learning_rate, b1, b2, eps, weight_decay, mask, lr_scale, moments)
 
@@ -57,6 +62,11 @@ def adam(
     """Adam (Kingma and Ba 2015, Algorithm 1), in the arithmetic of `torch.optim.Adam(fused=True)`.
 
     It is `adamw` without weight decay. Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx = adam(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1000, -0.1000])}
     """
     return _adam("adam", learning_rate, b1, b2, eps, 0.0, None, lr_scale, moments)
 

@@ -26,6 +26,11 @@ def adaptive_grad_clip(
     Norms are of complete rows, over all ranks. Shards are not gathered: each rank sends two numbers for every row,
     in one all-gather. Raises `ValueError` unless `clipping` is positive and `eps` is not negative, for an `axis`
     that a leaf does not have, and in `update` without the parameters.
+
+    >>> tx = adaptive_grad_clip(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([0.0849, 0.1131])}
     """
     checks.number("adaptive_grad_clip", 0.0, above=True, clipping=clipping)
     checks.number("adaptive_grad_clip", 0.0, eps=eps)

@@ -21,6 +21,10 @@ def clip_by_block_rms(threshold: float) -> GradientTransformation:
 
     This is the update clipping of Adafactor (Shazeer and Stern 2018, Algorithm 4). One small all-gather serves all
     leaves. Raises `ValueError` unless `threshold` is positive.
+
+    >>> tx, grads = clip_by_block_rms(0.5), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([0.4243, 0.5657])}
     """
     checks.number("clip_by_block_rms", 0.0, above=True, threshold=threshold)
 

@@ -24,6 +24,10 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
     Before an optimizer that averages gradients over ranks itself, such as `onebit_adam` after its freeze step, the norm
     is the root of the mean over ranks of their squared norms, which is at least the norm of the mean.
+
+    >>> tx, grads = clip_by_global_norm(1.0), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([0.6000, 0.8000])}
     """
     checks.number("clip_by_global_norm", 0.0, above=True, max_norm=max_norm)
 
@@ -56,6 +60,10 @@ def clip(max_delta: float) -> GradientTransformation:
     """Clip every element to [-max_delta, max_delta], as `torch.nn.utils.clip_grad_value_` does.
 
     Raises `ValueError` unless `max_delta` is positive.
+
+    >>> tx, grads = clip(0.5), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([0.5000, 0.5000])}
     """
     checks.number("clip", 0.0, above=True, max_delta=max_delta)
 

@@ -19,6 +19,12 @@ def add_decayed_weights(weight_decay: float = 0.0, mask: Mask | None = None) -> 
     regularization, after it the decoupled weight decay of AdamW (Loshchilov and Hutter 2019). Raises `TypeError` if
     `weight_decay` is not a number or `mask` not a function of one leaf, and `ValueError` in `update` without the
     parameters.
+
+    >>> import torch
+    >>> tx = add_decayed_weights(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([3.1000, 4.1000])}
     """
     checks.number("add_decayed_weights", weight_decay=weight_decay)
     checks.mask("add_decayed_weights", mask)

@@ -12,7 +12,12 @@ from .base import About, EmptyState, Fused, GradientTransformation, no_state
 
 
 def identity() -> GradientTransformation:
-    """Leave gradients unchanged."""
+    """Leave gradients unchanged.
+
+    >>> tx, grads = identity(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3., 4.])}
+    """
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         return grads, state
@@ -21,7 +26,12 @@ def identity() -> GradientTransformation:
 
 
 def set_to_zero() -> GradientTransformation:
-    """Set updates to zero, so that parameters stay unchanged, bit for bit."""
+    """Set updates to zero, so that parameters stay unchanged, bit for bit.
+
+    >>> tx, grads = set_to_zero(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([0., 0.])}
+    """
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:
         return tree.tree_map(torch.zeros_like, grads), state

@@ -27,6 +27,12 @@ def lamb(
     A chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and `scale_by_learning_rate`.
     `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises `ValueError` for hyperparameters out of
     range.
+
+    >>> import torch
+    >>> tx = lamb(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1000, -0.1000])}
     """
     checks.learning_rate("lamb", learning_rate)
     checks.number("lamb", 0.0, eps_root=eps_root, weight_decay=weight_decay)

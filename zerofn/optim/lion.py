@@ -46,6 +46,11 @@ def lion(
     `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
     leaf's learning rate. `moments`: the format of m, as in `adamw`. Raises `ValueError` for hyperparameters out of
     range.
+
+    >>> tx = lion(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1001, -0.1001])}
     """
     checks.learning_rate("lion", learning_rate)
     checks.number("lion", 0.0, below=1.0, b1=b1, b2=b2)

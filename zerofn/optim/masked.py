@@ -34,6 +34,12 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     `multi_transform({..., "frozen": set_to_zero()}, labels)`; or `TrainState.create(frozen=...)`, which does not
     compute their gradients either. On `Sharded` trees see [Note: selections] in `select`. Raises `TypeError` if `inner`
     is not a transformation or `mask` not a function of one leaf.
+
+    >>> import torch, zerofn
+    >>> tx = masked(zerofn.optim.scale(2.0), lambda leaf: leaf.name != "bias")
+    >>> grads = {"bias": torch.ones(2), "w": torch.ones(2)}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'bias': tensor([1., 1.]), 'w': tensor([2., 2.])}
     """
     checks.transformation("masked", inner)
     checks.leaf_function("masked", "mask", mask)

@@ -35,6 +35,11 @@ def multi_transform(
     twice. Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see
     [Note: selections] in `select`. Raises `TypeError` for an argument of another type, `ValueError` for a label
     without a transformation.
+
+    >>> import torch, zerofn.optim as optim
+    >>> tx = multi_transform({"a": optim.scale(2), "b": optim.scale(3)}, lambda x: x.name)
+    >>> tx.update(grads := {"a": torch.ones(1), "b": torch.ones(1)}, tx.init(grads))[0]
+    {'a': tensor([2.]), 'b': tensor([3.])}
     """
     checks.leaf_function("multi_transform", "labels", labels, "label")
     if not isinstance(transforms, Mapping) or not transforms:

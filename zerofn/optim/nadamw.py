@@ -26,6 +26,12 @@ def nadamw(
     A chain of `scale_by_adam(nesterov=True)`, `add_decayed_weights` and `scale_by_learning_rate`. With
     `weight_decay=0.0` it is optax's `nadam`. `mask(leaf) -> bool`: whether a leaf decays; by default all do. Raises
     `ValueError` for hyperparameters out of range.
+
+    >>> import torch
+    >>> tx = nadamw(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.1474, -0.1474])}
     """
     checks.learning_rate("nadamw", learning_rate)
     checks.number("nadamw", 0.0, eps_root=eps_root, weight_decay=weight_decay)

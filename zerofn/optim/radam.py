@@ -71,6 +71,11 @@ def radam(
     """Rectified Adam (Liu et al. 2020): a chain of `scale_by_radam` and `scale_by_learning_rate`.
 
     Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx = radam(0.1)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([-0.3000, -0.4000])}
     """
     checks.learning_rate("radam", learning_rate)
     hyper = (b1, b2, eps, eps_root, threshold)

@@ -25,7 +25,12 @@ class ScaleByScheduleState(NamedTuple):
 
 @known_arguments
 def scale(step_size: float) -> GradientTransformation:
-    """Multiply by `step_size`. Raises `TypeError` if it is not a number."""
+    """Multiply by `step_size`. Raises `TypeError` if it is not a number.
+
+    >>> tx, grads = scale(2.0), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([6., 8.])}
+    """
     checks.number("scale", step_size=step_size)
 
     def update(grads: Any, state: EmptyState, params: Any = None) -> tuple[Any, EmptyState]:

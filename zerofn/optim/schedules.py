@@ -42,7 +42,12 @@ class Schedule:
 
 @known_arguments
 def constant_schedule(value: float) -> Schedule:
-    """`value` at every count. Raises `TypeError` if it is not a number."""
+    """`value` at every count. Raises `TypeError` if it is not a number.
+
+    >>> rate = constant_schedule(0.1)
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [0.1, 0.1, 0.1]
+    """
     checks.number("constant_schedule", value=value)
     return Schedule("constant_schedule", (value,), lambda count: torch.full_like(count, value))
 
@@ -55,6 +60,10 @@ def polynomial_schedule(
 
     t is count - transition_begin, clamped to [0, transition_steps]. With `transition_steps` <= 0 the value stays
     `init_value`. Raises `TypeError` for an argument that is not a number.
+
+    >>> rate = polynomial_schedule(1.0, 0.0, 2, 10)
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [1.0, 0.25, 0.0]
     """
     checks.number("polynomial_schedule", init_value=init_value, end_value=end_value, power=power)
     checks.number("polynomial_schedule", transition_steps=transition_steps, transition_begin=transition_begin)
@@ -94,6 +103,10 @@ def exponential_decay(
     Before `transition_begin` the value is `init_value`. `staircase` rounds the exponent down. `end_value` is a
     lower bound if `decay_rate` < 1, else an upper bound. With `transition_steps` <= 0 or `decay_rate` 0 the value
     stays `init_value`. Raises `ValueError` for a negative `decay_rate`.
+
+    >>> rate = exponential_decay(1.0, 10, 0.5)
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [1.0, 0.707, 0.5]
     """
     where = "exponential_decay"
     checks.number(where, init_value=init_value, transition_steps=transition_steps, transition_begin=transition_begin)
@@ -165,6 +178,10 @@ def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence
 
     From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless n
     schedules have n - 1 boundaries, `TypeError` for an entry that is not a function.
+
+    >>> rate = join_schedules([constant_schedule(1.0), constant_schedule(0.5)], [5])
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [1.0, 0.5, 0.5]
     """
     if len(boundaries) != len(schedules) - 1:
         raise ValueError(

@@ -17,7 +17,12 @@ WarmupType = Literal["log", "linear"]
 
 @known_arguments
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Schedule:
-    """A straight line from `init_value` to `peak_value` over `warmup_steps`, then constant."""
+    """A straight line from `init_value` to `peak_value` over `warmup_steps`, then constant.
+
+    >>> rate = warmup_constant_schedule(0.0, 1.0, 10)
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [0.0, 0.5, 1.0]
+    """
     where = "warmup_constant_schedule"
     checks.number(where, init_value=init_value, peak_value=peak_value, warmup_steps=warmup_steps)
     return linear_schedule(init_value, peak_value, warmup_steps)
@@ -70,6 +75,10 @@ def warmup_exponential_decay_schedule(
     """A straight line from `init_value` to `peak_value` over `warmup_steps`, then `exponential_decay`.
 
     The decay starts at `peak_value`, counts from the end of the warm-up, and takes the other arguments.
+
+    >>> rate = warmup_exponential_decay_schedule(0.0, 1.0, 5, 5, 0.5)
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [0.0, 1.0, 0.5]
     """
     where = "warmup_exponential_decay_schedule"
     checks.number(where, init_value=init_value, peak_value=peak_value, warmup_steps=warmup_steps)
@@ -92,6 +101,10 @@ def warmup_lr(
     ("linear") while i < N, and 1 after. DeepSpeed's scheduler steps after the optimizer, hence the 1: the first two
     updates both run at `warmup_min_lr`. Raises `ValueError` unless `warmup_num_steps` is positive, and for another
     `warmup_type`.
+
+    >>> rate = warmup_lr(0.0, 1.0, 10, "linear")
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [0.0, 0.4, 0.9]
     """
     args = (warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type)
     return _warmup("warmup_lr", args, lambda i: torch.ones_like(i))
@@ -109,6 +122,10 @@ def warmup_decay_lr(
 
     With T = total_num_steps, gamma is max(0, (T - i) / max(1, T - N)) for i >= N. Raises as `warmup_lr` does, and
     `ValueError` unless `total_num_steps` is positive.
+
+    >>> rate = warmup_decay_lr(20, 0.0, 1.0, 10, "linear")
+    >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]
+    [0.0, 0.4, 0.9]
     """
     checks.number("warmup_decay_lr", 0, above=True, total_num_steps=total_num_steps, warmup_num_steps=warmup_num_steps)
     width = max(1, total_num_steps - max(2, warmup_num_steps))

@@ -75,6 +75,11 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     For one key, different numbers give different keys (a bijection of 64-bit words). It is the one
     node `zerofn::fold_in` in a captured graph. Raises `TypeError` for tensors of another kind.
+
+    >>> bool(fold_in(key(0), 1) == fold_in(key(0), 1))
+    True
+    >>> bool(fold_in(key(0), 1) == fold_in(key(0), 2))
+    False
     """
     check_scalar(key, "fold_in", "the key")
     if isinstance(data, Tensor):

@@ -67,6 +67,16 @@ class Checkpoints:
     `step`: the number of steps done.
 
     Raises `ValueError` for options that are out of range, or have no effect together.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoints = Checkpoints(f"{folder}/run", every=2)
+    ...     state = checkpoints.restore_or({"w": torch.ones(2)})
+    ...     for _ in range(5):
+    ...         checkpoints.after_step(state)
+    ...     checkpoints.close()
+    ...     checkpoints.steps()
+    [2, 4]
     """
 
     @checked("folder", "async_", "time_limit", "signals")

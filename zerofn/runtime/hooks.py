@@ -30,6 +30,14 @@ def register_step_pre_hook(hook: Callable[[], object]) -> RemovableHandle:
     before the same step on every rank stops a loop at a point where all ranks can continue. The counterpart in
     `torch.optim` is `register_optimizer_step_pre_hook`. Raises `TypeError` if `hook` cannot be called without
     arguments.
+
+    >>> import torch, zerofn
+    >>> hook = register_step_pre_hook(lambda: print("a step begins"))
+    >>> step = zerofn.compile(lambda state, x: state["w"] * x)
+    >>> step({"w": torch.ones(2)}, torch.ones(2))
+    a step begins
+    tensor([1., 1.])
+    >>> hook.remove()
     """
     try:
         inspect.signature(hook).bind()

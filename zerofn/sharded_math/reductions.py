@@ -145,7 +145,11 @@ def rows_of(x: Tensor, axes: Sequence[Axis]) -> Tensor:
 
 
 def leaf_norms(values: Any) -> dict[str, Tensor]:
-    """Return the 2-norm of every leaf by name, 0-d tensors in float32 or float64. All ranks must call it."""
+    """Return the 2-norm of every leaf by name, 0-d tensors in float32 or float64. All ranks must call it.
+
+    >>> leaf_norms({"a": torch.tensor([3.0, 4.0])})
+    {'a': tensor(5.)}
+    """
     names, numbers = norms(values)
     return dict(zip(names, numbers.unbind(), strict=True))
 
@@ -173,6 +177,9 @@ def global_norm(values: Any) -> Tensor:
     """Return the 2-norm over all leaves and ranks, a 0-d tensor with the same bits on every rank. Differentiable.
 
     All ranks must call it.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
     """
     parts = _Parts.of(values)
     return _GlobalNorm.apply(parts, *parts.tensors[0]) if parts.tracked else _norm_of(parts)
@@ -183,6 +190,9 @@ def vdot(a: Any, b: Any) -> Tensor:
     Differentiable.
 
     All ranks must call it. Raises `ValueError` if structures or layouts differ.
+
+    >>> vdot({"w": torch.ones(2)}, {"w": torch.tensor([1.0, 2.0])})
+    tensor(3.)
     """
     if tree.structure(a) != tree.structure(b):
         raise ValueError(
@@ -285,6 +295,9 @@ def all_finite(values: Any) -> Tensor:
     """Return whether every element on every rank is finite: a 0-d bool tensor on the device, the same on every rank.
 
     All ranks must call it.
+
+    >>> all_finite({"w": torch.tensor([1.0, float("nan")])})
+    tensor(False)
     """
     return torch.isfinite(largest(values)[1]).all()
 
@@ -293,6 +306,9 @@ def first_nonfinite(values: Any) -> str | None:
     """Return the name of the first leaf with a non-finite element on any rank, or None. Waits for the device.
 
     All ranks must call it.
+
+    >>> first_nonfinite({"a": torch.ones(1), "b": torch.tensor([float("inf")])})
+    'b'
     """
     names, ends = largest(values)
     return next((n for n, e in zip(names, ends.tolist(), strict=True) if not math.isfinite(e)), None)

@@ -45,6 +45,10 @@ class Precision:
 
     Raises `ValueError` for an unknown `wire`, for a `wire` that contradicts `Fp8(gather=True)`, and for `fp8` without
     `compute=torch.bfloat16`; `TypeError` if `fp8` is not an `Fp8`.
+
+    >>> bf16 = Precision(torch.float32, torch.bfloat16, torch.float32)  # precision="bf16"
+    >>> bf16.computes(torch.float32), bf16.reduces(torch.float32)
+    (torch.bfloat16, torch.float32)
     """
 
     param: torch.dtype | None = None

@@ -126,11 +126,13 @@ def shard(
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if the layout differs
     between ranks, or if the function computes different values on them, by other numbers, files, or seeds inside it.
     Nothing is allocated before these checks.
+
+    >>> shard(lambda: {"params": {"w": torch.ones(2)}}, stage=3)["params"].shards  # padded to 2,048
+    (tensor([1., 1., 0.,  ..., 0., 0., 0.]),)
     """
     asked: dict[str, Any] = {"stage": stage, "precision": precision, "offload": offload, "hpz": hpz, "wire": wire}
-    if stage == "auto" or plan is not None:
-        asked = _of_plan(plan, asked, Mesh.of(mesh))
-    asked["cuts"] = cuts
+    by_plan = stage == "auto" or plan is not None
+    asked = {**(_of_plan(plan, asked, Mesh.of(mesh)) if by_plan else asked), "cuts": cuts}
     where: Mesh = the(Meshes).know(Mesh.of(mesh))
     if current_dry_run() is not None:
         return _shard_dry(state_or_init, where, asked, unit)
@@ -294,6 +296,10 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
     call it. In addition to the result, at most one unit is in memory, or three times its slices if leaves are sliced.
     Raises `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
+
+    >>> state = shard({"params": {"w": torch.ones(2)}}, stage=3)
+    >>> unshard(state)
+    {'params': {'w': tensor([1., 1.])}}
     """
     check_whole(state, "unshard")
     found = [x.spec.mesh for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]

@@ -19,7 +19,11 @@ from ..util.arguments import check_fields, known_fields, told
 
 @dataclass(frozen=True)
 class NoLossScale:
-    """A loss scale of 1, without effect."""
+    """A loss scale of 1, without effect.
+
+    >>> NoLossScale().scale(torch.tensor(2.0))
+    tensor(2.)
+    """
 
     @property
     def loss_scale(self) -> float:
@@ -45,6 +49,10 @@ class StaticLossScale:
     """A constant loss scale.
 
     `loss_scale`: a float, stored as a float32 scalar tensor.
+
+    >>> scale = StaticLossScale(8.0)
+    >>> scale.scale(torch.tensor(2.0)), scale.unscale({"w": torch.tensor(16.0)})
+    (tensor(16.), {'w': tensor(2.)})
     """
 
     loss_scale: Any
