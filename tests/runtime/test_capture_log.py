@@ -68,6 +68,19 @@ def slow_step_of(step):
     time.sleep(0.15)
 
 
+@pytest.mark.parametrize(("native", "level"), [("", "WARNING"), ("0", "INFO")])
+def test_missing_kernels_are_one_warning_unless_they_are_switched_off(monkeypatch, caplog, native, level):
+    monkeypatch.setenv("ZEROFN_NATIVE", native)
+    monkeypatch.setattr(capture_log.cpu, "missing", lambda: "The CPU kernels are gone.")
+    capture_log._tell_of_kernels.cache_clear()
+    caplog.set_level(logging.INFO, "zerofn")
+    for _ in range(2):
+        zerofn.compile(lambda state, x: (state["w"] * x).sum())({"w": torch.ones(2)}, torch.ones(2))
+    capture_log._tell_of_kernels.cache_clear()
+    told = [(x.levelname, x.getMessage()) for x in caplog.records if "kernels" in x.getMessage()]
+    assert told == [(level, "The CPU kernels are gone. torch's operations do the same, more slowly.")]
+
+
 # --- parameters that no loss uses
 
 
