@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TextIO
 
+import torch.distributed as dist
+
 LOG = logging.getLogger("zerofn")
 
 
@@ -19,7 +21,7 @@ class _Line(logging.StreamHandler[TextIO]):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Leave out what other ranks say too."""
-        return record.levelno >= logging.WARNING or os.environ.get("RANK", "0") == "0"
+        return record.levelno >= logging.WARNING or _is_first_rank()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, on a terminal over a line of progress."""
@@ -27,6 +29,12 @@ class _Line(logging.StreamHandler[TextIO]):
         if sys.stderr.isatty():
             sys.stderr.write("\r\x1b[K")
         super().emit(record)
+
+
+def _is_first_rank() -> bool:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def show_log() -> None:
