@@ -343,10 +343,18 @@ def test_memory_is_that_of_the_keys_that_are_needed_and_is_planned(ranks):
 BLOCK = 37
 
 
-def with_other_windows(captured):
+def with_others(what, method, captured):
+    """What a rank raises if ranks call attention in different ways."""
     axis = Mesh.make(context=-1).axis("context")
-    layout = sparse.sliding_window(40 + 100 * axis.rank)
-    attend = functools.partial(attention, axis=axis, method="ring", layout=layout, chunks=Chunks.in_order(axis.size))
+    turned = Chunks(tuple((axis.size - 1 - r,) for r in range(axis.size)))
+    options = {
+        "windows": {"layout": sparse.sliding_window(40 + 100 * axis.rank)},
+        "functions": {"layout": sparse.pattern(lambda head, query, key: key < 40 + axis.rank)},
+        "causal": {"causal": bool(axis.rank)},
+        "chunks": {"chunks": turned if axis.rank else Chunks.in_order(axis.size)},
+    }[what]
+    chunks = {} if method == "ulysses" and what != "chunks" else {"chunks": Chunks.in_order(axis.size)}
+    attend = functools.partial(attention, axis=axis, method=method, **{**chunks, **options})
     step = step_with(loss_with(lambda q, k, v, x: attend(q, k, v)))
     batch = {**batches()[0], "rows": torch.full((1, 222, WIDTH), 1.0 + axis.rank, dtype=torch.float64)}
     with pytest.raises(RuntimeError) as caught:
@@ -354,10 +362,16 @@ def with_other_windows(captured):
     return str(caught.value)
 
 
+@pytest.mark.part(what=["windows", "chunks"])
 @pytest.mark.parametrize("captured", [False, True])
-def test_ranks_that_ask_for_other_blocks_are_told(ranks, captured):
-    told = ranks(2, with_other_windows, captured)
-    assert all("exchange_parts" in text or "all_to_all of parts" in text for text in told)
+@pytest.mark.parametrize(
+    ("what", "method"),
+    [("windows", "ring"), *((what, "ulysses") for what in ("windows", "functions", "causal", "chunks"))],
+)
+def test_ranks_that_attend_in_different_ways_are_told(ranks, what, method, captured):
+    told = ranks(2, with_others, what, method, captured)
+    named = "attention(" if method == "ulysses" else "parts"
+    assert all(named in text for text in told), told
     ranks.stop()  # its group is gone
 
 

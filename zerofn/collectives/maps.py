@@ -315,9 +315,10 @@ class Take:
 
 @dataclass(frozen=True)
 class Exchange:
-    """[..., size, s] -> [..., size, s]: row r goes to rank r. Its own transpose."""
+    """[..., size, s] -> [..., size, s]: row r goes to rank r. Its own transpose. `purpose`: equal on all ranks."""
 
     axis: Axis
+    purpose: str = ""
 
     @property
     def transpose(self) -> Exchange:
@@ -329,7 +330,7 @@ class Exchange:
         if self.axis.size == 1:
             return (x.view_as(x),)
         rows = x.movedim(-2, 0).contiguous()
-        out = ops.wait(ops.exchange(rows.view(self.axis.size, -1), self.axis.size, self.axis.group))
+        out = ops.wait(ops.exchange(rows.view(self.axis.size, -1), self.axis.size, self.axis.group, self.purpose))
         return (out.view(rows.shape).movedim(0, -2),)
 
 

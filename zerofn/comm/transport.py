@@ -252,9 +252,11 @@ def _exchanged(rows: Tensor, group: str, into: Tensor | None = None) -> tuple[li
     return found, works
 
 
-def exchange_start(rows: Tensor, size: int, group: str) -> Tensor:
-    """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r."""
-    _meet(group, "all_to_all", rows)
+def exchange_start(rows: Tensor, size: int, group: str, purpose: str = "") -> Tensor:
+    """rows [size, s] -> [size, s]: row r goes to rank r, and row r of the result comes from rank r. `purpose`: a text
+    that must be the same on all ranks.
+    """
+    _meet(group, f"all_to_all for {purpose}" if purpose else "all_to_all", rows)
     rows = rows.contiguous()
     out = torch.empty_like(rows)
     _, works = _exchanged(rows, group, out)
@@ -346,9 +348,9 @@ define(
     ),
 )
 define(
-    "exchange(Tensor rows, int size, str group) -> Tensor",
+    "exchange(Tensor rows, int size, str group, str purpose='') -> Tensor",
     exchange_start,
-    lambda rows, size, group: torch.empty_like(rows),
+    lambda rows, size, group, purpose="": torch.empty_like(rows),
     traits=Traits(
         OnShard.REFUSED,
         Moves(Lane.LINK, lambda given, _: _to_others(given["rows"], given["size"])),

@@ -25,6 +25,7 @@ from ..comm.current_mesh import axis_of, works_by_rank
 from ..comm.mesh import Axis
 from ..sparse.attention import What, check_part, pattern_of, with_logsumexp
 from ..sparse.blocks import Blocks
+from ..sparse.described import described
 from ..sparse.layout import Layout
 from ..sparse.part import Part
 from ..sparse.patterns import Sizes, everything
@@ -40,44 +41,46 @@ METHODS = get_args(Method)
 @dataclass(frozen=True)
 class SequencesOfHeads:
     """[..., H, s, D] on each rank, its chunks of all heads -> [..., H / size, size * s, D], whole sequences of its
-    heads.
+    heads. `purpose`: as for `Exchange`.
     """
 
     axis: Axis
     chunks: Chunks
+    purpose: str
 
     @property
     def transpose(self) -> HeadsOfChunks:
         """The map in the other direction: the map only moves elements."""
-        return HeadsOfChunks(self.axis, self.chunks)
+        return HeadsOfChunks(self.axis, self.chunks, self.purpose)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Exchange once, and put the chunks in order."""
         rows = x.unflatten(-3, (self.axis.size, -1)).movedim(-4, 0)
-        return (self.chunks.whole(_exchanged(rows, self.axis), -2),)
+        return (self.chunks.whole(_exchanged(rows, self.axis, self.purpose), -2),)
 
 
 @dataclass(frozen=True)
 class HeadsOfChunks:
     """[..., H / size, size * s, D] on each rank, whole sequences of its heads -> [..., H, s, D], its chunks of all
-    heads.
+    heads. `purpose`: as for `Exchange`.
     """
 
     axis: Axis
     chunks: Chunks
+    purpose: str
 
     @property
     def transpose(self) -> SequencesOfHeads:
         """The map in the other direction: the map only moves elements."""
-        return SequencesOfHeads(self.axis, self.chunks)
+        return SequencesOfHeads(self.axis, self.chunks, self.purpose)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """Sort the chunks by rank, and exchange once."""
-        return (_exchanged(self.chunks.parts(x, -2), self.axis).movedim(0, -4).flatten(-4, -3),)
+        return (_exchanged(self.chunks.parts(x, -2), self.axis, self.purpose).movedim(0, -4).flatten(-4, -3),)
 
 
-def _exchanged(rows: Tensor, axis: Axis) -> Tensor:
-    return Exchange(axis)(rows.reshape(axis.size, -1))[0].view(rows.shape)
+def _exchanged(rows: Tensor, axis: Axis, purpose: str) -> Tensor:
+    return Exchange(axis, purpose)(rows.reshape(axis.size, -1))[0].view(rows.shape)
 
 
 @checked("q", "k", "v", "axis", "method", "causal", "scale", "mask", "chunks")
@@ -133,13 +136,23 @@ def attention(
         if layout is not None:
             return of_blocks(q, k, v, where, dealt, pattern_of(layout), causal, scale)
         return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
-    there, back = SequencesOfHeads(where, dealt), HeadsOfChunks(where, dealt)
+    purpose = _purpose(causal, scale, mask, layout, dealt)
+    there, back = SequencesOfHeads(where, dealt, purpose), HeadsOfChunks(where, dealt, purpose)
     heads = q.shape[-3]
     k, v = (_for_ranks(x, heads, where.size) for x in (k, v))
     q, k, v = (Linear.apply(there, x)[0] for x in (q, k, v))
     length = q.shape[-2]
     part = Part(Sizes(heads, length, length), where.rank * q.shape[-3], ((0, length),), ((0, length),))
     return Linear.apply(back, _whole(q, k, v, causal, scale, mask, layout, part))[0]
+
+
+def _purpose(causal: bool, scale: float | None, mask: Tensor | None, layout: What | None, chunks: Chunks) -> str:
+    """Return what must be the same on all ranks: each one attends for the queries of all, with its heads."""
+    given: dict[str, object] = {"causal": causal} if mask is None else {"mask": True}
+    given |= {"scale": scale, "layout": None if layout is None else described(layout)}
+    if chunks != Chunks.early_and_late(chunks.size):
+        given["chunks"] = str(chunks.of)
+    return f"attention({', '.join(f'{name}={x}' for name, x in given.items() if x is not None)})"
 
 
 def check_method(what: str, method: str) -> None:
