@@ -17,7 +17,8 @@ _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
 
 def described(layout: Any) -> str:
     """Return a short text that is equal on ranks whose layouts are equal: its arguments if they are numbers, else the
-    layout's class and a digest of all that it depends on. Values of tensors count in host memory alone; those of a captured step, and on a device, do not.
+    layout's class and a digest of all that it depends on. Values of tensors count in host memory alone; those of a
+    captured step, and on a device, do not.
 
     >>> from zerofn.sparse import sliding_window, sinks
     >>> described(sliding_window(3))
