@@ -241,7 +241,7 @@ _KEYS = (
 )
 _SAVED = "q k v seed starts runs bits chosen spans there block_q block_k causal pairs scale dropout out lse"
 # `pairs`: of a query and a key in the blocks that are computed, of all heads and rows.
-define_differentiable(
+block_attention = define_differentiable(
     f"block_attention(Tensor q, Tensor k, Tensor v, Tensor? seed, {_KEYS}, int pairs, float scale, float dropout) -> "
     "(Tensor out, Tensor lse)",
     _with_keys(_forward, 4),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch_compat import takes_forward_derivative
+from .._torch_compat import inside_functorch, takes_forward_derivative
 from .registry import Traits, define, library
 
 
@@ -34,13 +34,15 @@ class Derivative:
 
 def define_differentiable(
     schema: str, run: Callable[..., Any], fake: Callable[..., Any], derivative: Derivative, *, traits: Traits
-) -> None:
+) -> Callable[..., Any]:
     """Register `zerofn::schema` and `zerofn::name_backward`, as `registry.define` does, and connect them for autograd.
+    Return the operation as a function of its arguments by position, which `torch.func.grad` differentiates, too: torch
+    refuses to differentiate `torch.ops.zerofn.name` there.
 
         gated = "swiglu(Tensor gate, Tensor up) -> Tensor"
         by = ["gate", "up"]
-        define_differentiable(gated, swiglu, lambda gate, up: gate.new_empty(gate.shape),
-                              Derivative(swiglu_backward, by=by, saves=by, traits=traits), traits=traits)
+        gate = define_differentiable(gated, swiglu, lambda gate, up: gate.new_empty(gate.shape),
+                                     Derivative(swiglu_backward, by=by, saves=by, traits=traits), traits=traits)
 
     There is no second derivative, and none in forward mode (`torch.func.jvp`), where torch would take zeros: asking for
     one raises `NotImplementedError`. Raises `ValueError` for a name that is not in the schema, and without `fake` for
@@ -67,7 +69,7 @@ def define_differentiable(
     define(schema, _in_reverse(name, run), _in_reverse(name, fake), traits=traits)
     backward = [_in_reverse(name, x) for x in (derivative.run, derivative.fake or alike)]
     define(f"{name}_backward({takes}) -> {gives}", *backward, traits=derivative.traits)
-    _connect(name, arguments, results, derivative)
+    return _connect(name, arguments, results, derivative)
 
 
 def _in_reverse(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,9 +97,11 @@ def _names_of(schema: str) -> tuple[str, dict[str, str], dict[str, str]]:
     return found[1], {x.split()[-1]: x for x in arguments}, {x.split()[-1]: x for x in results}
 
 
-def _connect(name: str, arguments: Mapping[str, str], results: Mapping[str, str], derivative: Derivative) -> None:
+def _connect(
+    name: str, arguments: Mapping[str, str], results: Mapping[str, str], derivative: Derivative
+) -> Callable[..., Any]:
     by, saves = derivative.by, derivative.saves
-    backward = getattr(torch.ops.zerofn, f"{name}_backward").default
+    forward, backward = (getattr(torch.ops.zerofn, x).default for x in (name, f"{name}_backward"))
 
     def save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         values = dict(zip(arguments, inputs, strict=True))
@@ -108,7 +112,7 @@ def _connect(name: str, arguments: Mapping[str, str], results: Mapping[str, str]
 
     def differentiate(ctx: Any, *gradients: Any) -> Any:
         tensors = iter(ctx.saved_tensors)
-        found = backward(*gradients, *(x[0] if x else next(tensors) for x in ctx.others))
+        found = gradients_of(*gradients, *(x[0] if x else next(tensors) for x in ctx.others))
         by_name = dict(zip(by, found if len(by) > 1 else [found], strict=True))
         return tuple(by_name.get(x) for x in arguments)
 
@@ -117,3 +121,30 @@ def _connect(name: str, arguments: Mapping[str, str], results: Mapping[str, str]
 
     torch.library.register_autograd(f"zerofn::{name}", differentiate, setup_context=save, lib=library)
     torch.library.register_autograd(f"zerofn::{name}_backward", refuse, lib=library)
+    gradients_of = _transformed(backward, lambda *_: None, refuse)
+    return _transformed(forward, save, differentiate)
+
+
+def _transformed(op: Any, save: Callable[..., None], differentiate: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation as a function that `torch.func` differentiates. torch registers derivatives in a form that
+    its transforms refuse.
+    """
+
+    class Transformed(torch.autograd.Function):
+        """The operation, with `setup_context`."""
+
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        setup_context = staticmethod(save)
+        backward = staticmethod(differentiate)
+
+    def called(*args: Any) -> Any:
+        if not inside_functorch():
+            return op(*args)
+        return Transformed.apply(*args, *(x.default_value for x in op._schema.arguments[len(args) :]))
+
+    return called

@@ -43,7 +43,7 @@ def norm_backward(grad, grad_size, y, size, dim):
     return inside / size.unsqueeze(dim) + y * grad_size.unsqueeze(dim)
 
 
-define_differentiable(
+swiglu_of_a_test = define_differentiable(
     "swiglu_of_a_test(Tensor gate, Tensor up, float scale=1.0) -> Tensor",
     swiglu,
     lambda gate, up, scale=1.0: gate.new_empty(gate.shape),
@@ -59,7 +59,7 @@ define_differentiable(
         touches=lambda given, result: 3 * result.nbytes,
     ),
 )
-define_differentiable(
+norm_of_a_test = define_differentiable(
     "norm_of_a_test(Tensor x, int dim) -> (Tensor y, Tensor size)",
     norm,
     lambda x, dim: (x.new_empty(x.shape), x.new_empty([n for k, n in enumerate(x.shape) if k != dim % x.dim()])),
@@ -226,3 +226,24 @@ def test_what_a_declaration_lacks_is_told(by, saves, says):
             Derivative(torch.mul, by=by, saves=saves, traits=traits),
             traits=traits,
         )
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_of_torch_func_differentiate_the_function():
+    gate, up = torch.randn(2, 3, WIDTH, dtype=torch.float64)
+
+    def gated(own):
+        return lambda gate, up: (swiglu_of_a_test if own else swiglu)(gate, up).square().sum()
+
+    def normed(own):
+        return lambda x: sum(y.pow(3).sum() for y in (norm_of_a_test if own else norm)(x, -1))
+
+    by = functools.partial(torch.func.grad, argnums=(0, 1))
+    same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    same(by(gated(True))(gate, up), by(gated(False))(gate, up))
+    same(*(torch.func.vmap(by(gated(own)))(gate, up) for own in (True, False)))
+    same(*(torch.func.jacrev(normed(own))(gate) for own in (True, False)))
+    with pytest.raises(NotImplementedError, match="zerofn::norm_of_a_test has no second derivative"):
+        torch.func.jacrev(torch.func.grad(normed(True)))(gate)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(normed(True), (gate,), (gate,))

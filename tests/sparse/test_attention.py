@@ -5,6 +5,7 @@ import torch
 
 import zerofn
 from tests.sparse.dense import attended, inputs, same_as_dense
+from tests.support.same import assert_same_trees
 from zerofn import sparse
 from zerofn.ops import native
 from zerofn.sparse.attention import with_logsumexp
@@ -281,6 +282,22 @@ def test_dropout_drops_its_part():
     assert weights.unique().tolist() == pytest.approx([0.0, 4 / 3])
     assert (weights == 0).double().mean() == pytest.approx(0.25, abs=0.005)
     assert (weights == 0).double().mean(-1).std() == pytest.approx((0.25 * 0.75 / 512) ** 0.5, rel=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func_differentiates_attention():
+    *qkv, grad = inputs(queries=20)
+
+    def loss(q, k, v):
+        return (sparse.attention(q, k, v, sparse.sliding_window(7)) * grad).sum()
+
+    expected = torch.autograd.grad(loss(*qkv), qkv)
+    plain = [x.detach() for x in qkv]
+    assert_same_trees(torch.func.grad(loss, argnums=(0, 1, 2))(*plain), expected)
+    by_row = torch.func.vmap(torch.func.grad(lambda q, k, v: sparse.attention(q, k, v, sparse.causal).sum()))
+    rows = by_row(*(x[:, None] for x in plain))
+    alone = torch.func.grad(lambda q, k, v: sparse.attention(q, k, v, sparse.causal).sum())(*plain)
+    torch.testing.assert_close(rows[:, 0], alone, rtol=1e-12, atol=1e-12)
 
 
 def test_there_is_no_second_derivative():

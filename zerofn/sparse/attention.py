@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch_compat import current_trace, plain_dispatch
-from ..ops.block_attention import NUMBERS, Keys
+from ..ops.block_attention import NUMBERS, Keys, block_attention
 from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
@@ -94,7 +94,7 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, keys: Keys, pairs: int, scale: float | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, lse = torch.ops.zerofn.block_attention.default(q, k, v, seed, *keys, pairs, scale, dropout)
+    out, lse = block_attention(q, k, v, seed, *keys, pairs, scale, dropout)
     return out, lse
 
 
