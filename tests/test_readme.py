@@ -117,3 +117,16 @@ def test_the_plan_that_readme_shows_is_todays():
         [sys.executable, "-m", "zerofn.cli", *command.split()], cwd=ROOT, text=True, timeout=280, capture_output=True,
     )  # fmt: skip
     assert done.stdout == next(x for x in outputs(README) if "H100-8" in x), done.stderr
+
+
+def long_or_odd(page):
+    """The lines of a page's code that do not fit, or speak to a linter."""
+    code = re.findall(r"(?ms)^```(?:python|py|sh)[^\n]*\n(.*?)^```", page)
+    return [line for block in code for line in block.splitlines() if len(line) > 88 or "# noqa" in line]
+
+
+def test_code_on_the_sites_pages_is_at_most_88_characters_wide_and_speaks_to_no_linter():
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    found = {str(page): lines for page in pages if (lines := long_or_odd(page.read_text()))}
+    assert pages and found == {}
+    assert long_or_odd(f"```python\nx = 1  # noqa\n{'x' * 89}\n{'x' * 88}\n```") == ["x = 1  # noqa", "x" * 89]
