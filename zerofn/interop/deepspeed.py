@@ -74,6 +74,10 @@ def from_deepspeed(
     `zerofn config ds_config.json` prints for every key what replaces it, and why. Raises `ValueError` for an unknown
     key, an `"auto"` without a value, a batch size that is not rows x microbatches x ranks, and a key without
     counterpart; `FileNotFoundError` if the file does not exist.
+
+    >>> config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    >>> from_deepspeed(config, tx=zerofn.optim.sgd(0.1)).shard
+    {'stage': 2, 'precision': 'bf16'}
     """
     if world is not None and world < 1:
         raise ValueError(f"from_deepspeed: world must be a number of ranks of 1 or more, got {world!r}.")

@@ -32,6 +32,10 @@ def scale_by_rss(initial_accumulator_value: float = 0.1, eps: float = 1e-7) -> G
 
     s starts at `initial_accumulator_value`. Where s is zero, the update is zero. Raises `ValueError` for a negative
     argument.
+
+    >>> tx, grads = scale_by_rss(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([0.9945, 0.9969])}
     """
     checks.number("scale_by_rss", 0.0, initial_accumulator_value=initial_accumulator_value, eps=eps)
 

@@ -42,6 +42,11 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> GradientTransformation:
 
     This is the relative step size of Adafactor (Shazeer and Stern 2018, Algorithm 4). One small all-gather serves
     all leaves. Raises `ValueError` for a negative `min_scale`, and in `update` without the parameters.
+
+    >>> tx = scale_by_param_block_rms()
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([3., 4.])}
     """
     checks.number("scale_by_param_block_rms", 0.0, min_scale=min_scale)
 

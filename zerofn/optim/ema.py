@@ -31,6 +31,10 @@ def ema(decay: float, debias: bool = True) -> GradientTransformation:
 
     `debias` divides the result by 1 - decay^count (Kingma and Ba 2015, section 3). `trace` sums instead of
     averaging, and `params_ema` averages parameters. Raises `ValueError` unless `decay` is in [0, 1).
+
+    >>> tx, grads = ema(0.5), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3., 4.])}
     """
     checks.number("ema", 0.0, below=1.0, decay=decay)
 

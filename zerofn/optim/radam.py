@@ -34,6 +34,10 @@ def scale_by_radam(
     direction times the rectification sqrt((r - 4) (r - 2) R / ((R - 4) (R - 2) r)). With `nesterov`, the first
     moment is that of `scale_by_adam(nesterov=True)`. The state is an `AdamState`. Raises `ValueError` for
     hyperparameters out of range.
+
+    >>> tx, grads = scale_by_radam(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3., 4.])}
     """
     hyper = (b1, b2, eps, eps_root, threshold)
     _check("scale_by_radam", *hyper)

@@ -50,6 +50,10 @@ def scale_by_rms(
 
     v starts at `initial_scale`. Without `eps_in_sqrt` the result is g / (sqrt(v) + eps), as in torch.
     `bias_correction` divides v by 1 - decay^count. Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx, grads = scale_by_rms(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3.1623, 3.1623])}
     """
     check_average("scale_by_rms", decay, eps, initial_scale)
 
@@ -79,6 +83,10 @@ def scale_by_stddev(
 
     v averages squared gradients, as in `scale_by_rms`. A variance that rounding makes negative counts as zero.
     `bias_correction` also corrects m. The other arguments and errors are those of `scale_by_rms`.
+
+    >>> tx, grads = scale_by_stddev(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3.3333, 3.3333])}
     """
     check_average("scale_by_stddev", decay, eps, initial_scale)
 

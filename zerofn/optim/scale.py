@@ -47,6 +47,11 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
     """Multiply by `step_size_fn(count)`, where `count` is the number of applied updates, an int64 scalar tensor.
 
     Raises `TypeError` if `step_size_fn` is not a function.
+
+    >>> tx = scale_by_schedule(lambda count: 0.5 + 0 * count)
+    >>> grads = {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([1.5000, 2.0000])}
     """
     if not callable(step_size_fn):
         raise TypeError(
@@ -69,6 +74,10 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
     """Multiply by minus the learning rate, a number or a schedule; without `flip_sign`, by plus the learning rate.
 
     Raises `ValueError` for a negative number, `TypeError` for an argument of another type.
+
+    >>> tx, grads = scale_by_learning_rate(0.1), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([-0.3000, -0.4000])}
     """
     checks.learning_rate("scale_by_learning_rate", learning_rate)
     sign = -1 if flip_sign else 1

@@ -35,6 +35,10 @@ def scale_by_adam(
     m and v average gradients and their squares with decays `b1` and `b2`, from zero, and are bias-corrected. With
     `nesterov`, m is the first moment as if the same gradient came once more (Dozat 2016). Raises `ValueError` for
     hyperparameters out of range.
+
+    >>> tx, grads = scale_by_adam(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([1., 1.])}
     """
     check_moments("scale_by_adam", b1, b2, eps)
     checks.number("scale_by_adam", 0.0, eps_root=eps_root)

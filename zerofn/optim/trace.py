@@ -26,6 +26,10 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     """Sum past gradients with decay: t = g + decay * t, from zero (Sutskever et al. 2013).
 
     The update is t; with `nesterov` it is g + decay * t. Raises `ValueError` for a negative `decay`.
+
+    >>> tx, grads = trace(0.9), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[0]
+    {'w': tensor([3., 4.])}
     """
     checks.number("trace", 0.0, decay=decay)
 

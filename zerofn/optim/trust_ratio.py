@@ -23,6 +23,11 @@ def scale_by_trust_ratio(
     Norms are of whole logical leaves over all ranks, and at least `min_norm`, as in optax. If |p| or |u| is zero,
     the update stays as it is. One small all-gather serves all leaves, and every stage has the same bits. Raises
     `ValueError` for a negative argument, and in `update` without the parameters.
+
+    >>> tx = scale_by_trust_ratio()
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(params), params)[0]
+    {'w': tensor([0.8485, 1.1314])}
     """
     checks.number("scale_by_trust_ratio", 0.0, min_norm=min_norm, trust_coefficient=trust_coefficient, eps=eps)
 

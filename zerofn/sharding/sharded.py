@@ -33,6 +33,12 @@ class Sharded:
     `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. For other operations, use
     functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...). After a `Sharded` was donated to a
     compiled step, using it, or another one with the same shards, raises `RuntimeError`.
+
+    >>> import zerofn
+    >>> params = zerofn.shard({"params": {"w": torch.ones(2)}})["params"]
+    >>> half = zerofn.tree_map(lambda shard: shard / 2, params)
+    >>> zerofn.gather(half)
+    {'w': tensor([0.5000, 0.5000])}
     """
 
     __slots__ = ("__weakref__", "_copies", "_kept", "_lost", "_pending", "_storages", "spec")
