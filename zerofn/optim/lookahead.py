@@ -38,6 +38,16 @@ def lookahead(
     (optax has both in the parameters.) Do not put `lookahead` into a `chain`: it would not see what a later
     transformation changes. Raises `ValueError` unless `sync_period` is at least 1 and `slow_step_size` is in [0,
     1].
+
+    >>> import zerofn
+    >>> tx = lookahead(zerofn.optim.sgd(1.0), sync_period=2, slow_step_size=0.5)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
+    >>> state = tx.init(params)
+    >>> for _ in range(2):  # the second step goes half of the way that both have gone
+    ...     updates, state = tx.update(grads, state, params)
+    ...     params = zerofn.optim.apply_updates(params, updates)
+    >>> params
+    {'w': tensor([0., 0.])}
     """
     checks.transformation("lookahead", fast_optimizer)
     checks.number("lookahead", 1, sync_period=sync_period)
