@@ -129,4 +129,7 @@ def test_code_on_the_sites_pages_is_at_most_88_characters_wide_and_speaks_to_no_
     pages = sorted((ROOT / "docs").rglob("*.md"))
     found = {str(page): lines for page in pages if (lines := long_or_odd(page.read_text()))}
     assert pages and found == {}
+    formatted = [sys.executable, "-m", "ruff", "format", "--check", "--line-length", "88", *map(str, pages)]
+    done = subprocess.run(formatted, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
     assert long_or_odd(f"```python\nx = 1  # noqa\n{'x' * 89}\n{'x' * 88}\n```") == ["x = 1  # noqa", "x" * 89]
