@@ -40,14 +40,10 @@ def lookahead(
     1].
 
     >>> import zerofn
-    >>> tx = lookahead(zerofn.optim.sgd(1.0), sync_period=2, slow_step_size=0.5)
-    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
-    >>> state = tx.init(params)
-    >>> for _ in range(2):  # the second step goes half of the way that both have gone
-    ...     updates, state = tx.update(grads, state, params)
-    ...     params = zerofn.optim.apply_updates(params, updates)
-    >>> params
-    {'w': tensor([0., 0.])}
+    >>> tx = lookahead(zerofn.optim.sgd(1.0), sync_period=1, slow_step_size=0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]  # half of sgd's way
+    {'w': tensor([-0.5000, -0.5000])}
     """
     checks.transformation("lookahead", fast_optimizer)
     checks.number("lookahead", 1, sync_period=sync_period)
