@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 import zerofn
 from tests.support.same import assert_same_trees
-from tests.support.small_steps import captures_of, step_with
+from tests.support.small_steps import batch_of, build, captures_of, state_of, step_with, train_step_of
 from zerofn import optim
 from zerofn.guards.walk import Walk
 from zerofn.runtime import guarded_captures as guards
@@ -1089,3 +1089,12 @@ def test_the_first_call_of_an_operation_changes_nothing():
     halved(X)
     assert Walk().read({"step": step}).facts == before
     assert any("halved" in path for path in before)
+
+
+def test_nothing_is_said_of_a_chain_of_optimizers(caplog):
+    """Its functions hold an `itemgetter`, which never changes."""
+    caplog.set_level(logging.INFO, "zerofn")
+    tx = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, mask=lambda leaf: leaf.name.endswith("weight")))
+    state = state_of(build(), 0, tx)
+    zerofn.compile(train_step_of(build()))(state, batch_of())
+    assert not [x for x in caplog.messages if "frozen" in x]

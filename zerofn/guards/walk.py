@@ -211,7 +211,7 @@ class Walk:
             if not users and not own_attributes(value):
                 return "object", ByIdentity(value)
         if how == FOUND and not (users or is_config(value) or isinstance(value, partial)):
-            self.left.append(path)
+            self.left += [path] * (type(value) is not operator.itemgetter)  # which never changes
             return "object", ByIdentity(value)
         self._by_name(value, path, how)
         if is_config(value):
