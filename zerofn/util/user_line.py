@@ -7,7 +7,6 @@ import functools
 import linecache
 import re
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -47,12 +46,16 @@ def library_prefixes() -> tuple[str, ...]:
 @functools.cache
 def of_python(file: str) -> bool:
     """Whether a file is of Python's own library."""
+    import sysconfig  # not with `import zerofn`, which brings nothing that torch has not brought
+
     folder = f"{sysconfig.get_paths()['stdlib']}/"
     return file.startswith(folder) and not file.startswith((f"{folder}site-packages/", f"{folder}dist-packages/"))
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
+    import sysconfig
+
     paths = sysconfig.get_paths()
     folders = {f"{paths[name]}/" for name in ("stdlib", "platstdlib") if paths.get(name)}
     return (OURS, *sorted(folders), "<frozen", "<eval_with_key", "<zerofn", "<__")
