@@ -66,6 +66,7 @@ def run(gm):
     return torch.equal(found, expected)
 
 
+@pytest.mark.whole
 def test_results_are_laid_out_as_they_were_captured(no_files):
     """Inductor takes `cat` with an empty tensor, a new cache of keys, for a copy, and then a view of it may not fit."""
 

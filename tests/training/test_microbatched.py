@@ -52,7 +52,9 @@ def test_parts_draw_different_numbers_which_a_captured_step_draws_too():
 def test_what_it_refuses():
     whole = zerofn.microbatched(lambda params, x: params * x, 2)
     with pytest.raises(ValueError, match=r"microbatched: n must be a positive integer, got 0"):
-        zerofn.microbatched(len, 0)
+        zerofn.microbatched(lambda params, x: params * x, 0)
+    with pytest.raises(TypeError, match="fn must be a function of 2 arguments, got <built-in function len>"):
+        zerofn.microbatched(len, 2)
     with pytest.raises(
         RuntimeError,
         match=r"microbatched: the parameters or the batch require gradients.*accumulate\(state.value_and_grad",
