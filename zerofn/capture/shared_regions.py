@@ -19,6 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from .. import tree
 from .._torch_compat import bind, bound_node, current_trace, node_of, outside_trace
+from ..util.by_identity import ByIdentity
+from ..util.closures import closed_over
 
 T = TypeVar("T")
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -28,13 +30,12 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 class _Recorded:
     """A region as it was captured first, in a graph of its own, which no pass changes.
 
-    `key`: what it depends on; `function`: whose id is in the key. `inputs`: the graph's nodes that stand for
-    the region's inputs, by number. `outputs`: for each leaf of what it returns its node and value, or what it is if it
-    is no tensor; `treedef`: the tree of these. `constants`: tensors that the region reads, by their names in the graph.
+    `key`: what it depends on. `inputs`: the graph's nodes that stand for the region's inputs, by number. `outputs`: for
+    each leaf of what it returns its node and value, or what it is if it is no tensor; `treedef`: the tree of these.
+    `constants`: tensors that the region reads, by their names in the graph.
     """
 
     key: Any
-    function: Any
     graph: Graph
     inputs: dict[int, Node]
     outputs: list[tuple[Node | None, Any]]
@@ -85,7 +86,7 @@ def shared_region(run: Callable[[], T], function: Any, inputs: Any, rest: Any) -
     out = run()
     made = _record(tracer, before, nodes, out)
     if made is not None:
-        regions.append(_Recorded(key, function, *made))
+        regions.append(_Recorded(key, *made))
     return out
 
 
@@ -96,14 +97,13 @@ def _kind_of(x: Tensor) -> tuple[Any, ...]:
 def _identity(function: Any) -> Any:
     """Return what tells a function from others: of one that a step defines anew, its code and what it closes over."""
     if not isinstance(function, FunctionType):
-        return id(function)
-    inner = [x.cell_contents for x in function.__closure__ or ()]
-    given = (*inner, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    return function.__code__, [(type(x), x if isinstance(x, _PLAIN) else id(x)) for x in given]
+        return ByIdentity(function)
+    given = (*closed_over(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return function.__code__, [(type(x), x if isinstance(x, _PLAIN) else ByIdentity(x)) for x in given]
 
 
 def _record(tracer: Any, before: set[Node], nodes: Sequence[Node], out: Any) -> Any:
-    """Return the fields of `_Recorded` behind `function`; None for a region that reads more than its inputs."""
+    """Return the fields of `_Recorded` behind `key`; None for a region that reads more than its inputs."""
     graph = Graph()
     inputs = {k: graph.placeholder(f"input_{k}") for k, node in enumerate(nodes) if nodes.index(node) == k}
     known = {nodes[k]: own for k, own in inputs.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -19,8 +19,10 @@ _views: dict[int, tuple[OpOverload, list[tuple[int, str]]]] = {}
 _pure: dict[int, OpOverload] = {}  # operations that write nothing
 
 
-def sources(node: Node) -> list[Node]:
-    """Return the nodes whose memory `node`'s value shares; an empty list if it has memory of its own."""
+def sources(node: Node, bodies: Bodies | None = None) -> list[Node]:
+    """Return the nodes whose memory `node`'s value shares; an empty list if it has memory of its own. `bodies`: those
+    that were looked at already.
+    """
     if node.op != "call_function":
         return []
     target = node.target
@@ -30,7 +32,9 @@ def sources(node: Node) -> list[Node]:
             first = node.args[0]
             if not isinstance(first, Node):
                 return []
-            return _Bodies().shared(first, node.args[1]) if runs_once(first) else sources(first)  # type: ignore[arg-type]
+            if not runs_once(first):
+                return sources(first, bodies)
+            return (bodies or Bodies()).shared(first, node.args[1])  # type: ignore[arg-type]
         if not isinstance(target, OpOverload):
             return []
         known = _views[id(target)] = target, [(0, "self")] if target in UNDECLARED_VIEWS else aliased_arguments(target)
@@ -58,14 +62,14 @@ def is_view(node: Node) -> bool:
     return bool(sources(node)) and not writes(node)
 
 
-def writes(node: Node) -> list[Node]:
+def writes(node: Node, bodies: Bodies | None = None) -> list[Node]:
     """Return the arguments that `node` writes to. A node that runs a body writes what the body writes; of
-    an operation that tells nothing, all of its inputs count as written."""
+    an operation that tells nothing, all of its inputs count as written. `bodies`: as for `sources`."""
     target = node.target
     if id(target) in _pure:  # nearly always
         return []
     if is_nested(node):
-        return _Bodies().written(node)
+        return (bodies or Bodies()).written(node)
     if node.op != "call_function" or target is operator.getitem:
         return []
     if not isinstance(target, OpOverload):
@@ -78,7 +82,7 @@ def writes(node: Node) -> list[Node]:
     return [x for each in several for x in each if isinstance(x, Node)]
 
 
-class _Bodies:
+class Bodies:
     """What the bodies that nodes run write, and which inputs they return. Each body is looked at once: a pipeline calls
     a piece for each microbatch. An object is valid for as long as no graph changes.
     """
@@ -112,9 +116,9 @@ class _Bodies:
 
 def with_writes(nodes: Iterable[Node]) -> Iterator[tuple[Node, list[Node]]]:
     """Yield each node with the arguments that it writes to, as `writes` does. No graph may change meanwhile."""
-    bodies = _Bodies()
+    bodies = Bodies()
     for node in nodes:
-        yield node, bodies.written(node) if is_nested(node) else writes(node)
+        yield node, writes(node, bodies)
 
 
 def is_written(node: Node) -> bool:
@@ -151,14 +155,10 @@ def _written_by_foreign(node: Node) -> list[Node]:
 def roots(graph: Graph) -> dict[Node, Node]:
     """Map every node to the node that made its memory."""
     found: dict[Node, Node] = {}
-    bodies = _Bodies()
+    bodies = Bodies()
     for node in graph.nodes:
         known = _views.get(id(node.target))
-        source: list[Node] | None
-        if node.target is operator.getitem and isinstance(first := node.args[0], Node) and runs_once(first):
-            source = bodies.shared(first, node.args[1])
-        else:
-            source = sources(node) if known is None or known[1] else None
+        source = sources(node, bodies) if known is None or known[1] else None
         found[node] = found[source[0]] if source else node
     return found
 
@@ -211,7 +211,7 @@ def overwritten(graph: Graph) -> dict[tuple[Node, Node], Node]:
     """
     where, root = positions(graph), roots(graph)
     found: dict[tuple[Node, Node], Node] = {}
-    for node, writer in _with_writers(graph, root):
+    for node, writer in with_writers(graph, root):
         for value in reads(node):
             last = writer.get(root[value])
             if last is not None and where[value] < where[last] and root[value] not in map(root.get, writes(node)):
@@ -225,14 +225,14 @@ def written_before(graph: Graph, where: dict[Node, int], root: dict[Node, Node])
     The node cannot move above that writer. Nodes without one are left out.
     """
     found: dict[Node, Node] = {}
-    for node, writer in _with_writers(graph, root):
+    for node, writer in with_writers(graph, root):
         earlier = [writer[root[x]] for x in node.all_input_nodes if root[x] in writer]
         if earlier:
             found[node] = max(earlier, key=where.__getitem__)
     return found
 
 
-def _with_writers(graph: Graph, root: dict[Node, Node]) -> Iterator[tuple[Node, dict[Node, Node]]]:
+def with_writers(graph: Graph, root: Mapping[Node, Node]) -> Iterator[tuple[Node, dict[Node, Node]]]:
     """Yield each node with the last writers before it, by memory."""
     writer: dict[Node, Node] = {}
     for node, written in with_writes(graph.nodes):

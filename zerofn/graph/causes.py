@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch.fx import Graph, Node
 
-from .alias import is_given, roots, with_writes
+from .alias import is_given, roots, with_writers, with_writes
 
 # FREE: of no parameter. PARAM: of parameters alone, the same in every microbatch. ACT: of both, an activation.
 FREE, PARAM, ACT = "free", "param", "act"
@@ -73,10 +73,8 @@ class Causes:
 
 def _with_writers(graph: Graph, root: Mapping[Node, Node]) -> dict[Node, list[Node]]:
     """Map each node to what it reads, with the last writer before it to the memory of each of its inputs."""
-    last: dict[Node, Node] = {}
     found: dict[Node, list[Node]] = {}
-    for node, written in with_writes(graph.nodes):
+    for node, last in with_writers(graph, root):
         inputs = node.all_input_nodes
         found[node] = list(dict.fromkeys([*inputs, *(last[root[x]] for x in inputs if root[x] in last)]))
-        last.update((root[x], node) for x in written)
     return found

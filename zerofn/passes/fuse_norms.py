@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.alias import positions, roots, with_writes
+from ..graph.alias import positions, roots, with_writers
 from ..graph.edit import behind, clean
 from ..graph.node_kinds import argument, arguments
 from ..ops.part_reductions import NORMS_AND_EXTREMES
@@ -28,12 +28,10 @@ def fuse_norms(gm: GraphModule, context: Context) -> None:
     """
     graph = gm.graph
     where, root = positions(graph), roots(graph)
-    writer: dict[Node, Node] = {}  # memory -> its last writer
     tensors: dict[Node, list[tuple[_Key, list[int]]]] = {}
-    for node, written in with_writes(graph.nodes):
+    for node, writer in with_writers(graph, root):
         if node.target in NORMS_AND_EXTREMES:
             tensors[node] = [((x, parts, writer.get(root[x])), places) for x, parts, places in _by_tensor(node)]
-        writer.update((root[x], node) for x in written)
     keys = dict.fromkeys(key for each in tensors.values() for key, _ in each)
     found = {key: _reduce(graph, key, where) for key in keys}
     for node, each in tensors.items():

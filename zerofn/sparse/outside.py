@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..util.by_identity import ByIdentity
+from ..util.closures import closed_over
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, range)
 
@@ -33,17 +34,14 @@ def _facts(function: Any, seen: set[int]) -> Iterator[Any]:
         return
     seen.add(id(function))
     names = set(names_in(function.__code__))
-    cells = [x for cell in function.__closure__ or () for x in _contents(cell)]
     own = [function.__globals__[x] for x in sorted(names) if x in function.__globals__]
-    for value in (*cells, *own, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+    for value in (
+        *closed_over(function),
+        *own,
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ):
         yield from _fact(value, names, seen)
-
-
-def _contents(cell: Any) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # of a variable without a value so far
-        return []
 
 
 def _of_object(x: Any, method: Any, seen: set[int]) -> Iterator[Any]:

@@ -7,12 +7,10 @@ import inspect
 import os
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from types import CellType
 from typing import Any, NoReturn
 
+from .closures import closed_over
 from .user_line import is_users, place
-
-_EMPTY = CellType()  # compares equal whatever the notes hold
 
 
 def note(error: BaseException, text: str) -> None:
@@ -75,8 +73,7 @@ def words_of(function: Callable[..., Any]) -> Iterator[str]:
     """Return the strings in a function's code, and those it closes over."""
     if not inspect.isfunction(function):
         return
-    closed = [cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY]
-    for value in (*function.__code__.co_consts[1 if function.__doc__ else 0 :], *closed):
+    for value in (*function.__code__.co_consts[1 if function.__doc__ else 0 :], *closed_over(function)):
         for word in value if isinstance(value, tuple | list | frozenset | set) else [value]:
             if isinstance(word, str) and word:
                 yield word
