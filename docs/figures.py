@@ -271,8 +271,8 @@ def _of_features() -> Iterator[Piece]:
 def _of_readme() -> Iterator[Piece]:
     row = lambda x: [of("step", "rows", x, "ms"), of("step", "rows", x, "beyond", unit=MB)]  # noqa: E731
     yield (
-        "ZeroFn 3 takes {:.0f} ms per step and {:.0f} MB per rank, FSDP2 {:.0f} ms and {:.0f} MB, "
-        "DeepSpeed 3 {:.0f} ms and {:.0f} MB",
+        "ZeroFn at stage 3 takes {:.0f} ms per step and {:.0f} MB per rank, FSDP2 takes {:.0f} ms and {:.0f} MB, "
+        "and DeepSpeed at stage 3 takes {:.0f} ms and {:.0f} MB",
         [*row("ZeroFn 3"), *row("FSDP2"), *row("DeepSpeed 3")],
     )
 

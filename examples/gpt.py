@@ -1,8 +1,8 @@
 # torchrun --standalone --nproc-per-node 2 examples/gpt.py      (or: python examples/gpt.py)
-"""A small GPT learns Python from the standard library's sources, its state cut over the ranks.
+"""A small GPT learns Python from the sources of the standard library. Its state is sharded over the ranks.
 
-What it makes lies under runs/gpt: tokenizer, tokens, checkpoints, log, loss curve. Started again, it goes on from the
-last checkpoint, at any number of ranks and any --stage.
+It writes its tokenizer, tokens, checkpoints, log and loss curve to runs/gpt. If you start it again, it resumes from the
+last checkpoint, on any number of ranks and at any --stage.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def options() -> argparse.Namespace:
     add = parser.add_argument
     add("--stage", type=int, default=3, choices=range(4))
     add("--precision", default="fp32", choices=["fp32", "bf16", "fp16"])
-    add("--moments", choices=["bf16", "8bit"], help="what Adam's moments are kept in; the parameters' dtype by default")
-    add("--offload", choices=["cpu", "nvme"], help="where state lies that is not computed with")
+    add("--moments", choices=["bf16", "8bit"], help="format of Adam's moments; by default the parameters' dtype")
+    add("--offload", choices=["cpu", "nvme"], help="store the state in host memory or on drives")
     add("--steps", type=int, default=1200)
     add("--batch", type=int, default=8, help="sequences a step, over all ranks")
     sizes = {"context": 128, "layers": 4, "heads": 6, "width": 192, "vocab": 1024, "seed": 0}
@@ -244,7 +244,7 @@ def main() -> None:
     state = checkpoints.restore_or(state)
     if checkpoints.step and (args.out / "log.json").exists():
         log = [r for r in json.loads((args.out / "log.json").read_text()) if r["step"] <= checkpoints.step]
-        console.print(f"goes on after step {checkpoints.step} (remove {args.out} to begin anew)")
+        console.print(f"resuming after step {checkpoints.step} (delete {args.out} to start over)")
     console.print(state, markup=False)
     console.print(f"{len(train):,} training tokens, {len(validation):,} held out; {axis.size} rank(s)")
     step, evaluate, next_logits = map(zerofn.compile, (train_step, evaluate, next_logits))
@@ -282,7 +282,7 @@ def main() -> None:
         checkpoints.save(state)
     checkpoints.close()
     if last < args.steps:
-        return console.print(f"stopped after step {last}; start it again to go on")
+        return console.print(f"stopped after step {last}; start it again to resume")
 
     bigram, k = bigram_loss(train, held_out, args.vocab)
     if axis.rank == 0:

@@ -78,7 +78,7 @@ def main() -> None:
     args, console = options(), Console()
     mesh = zerofn.Mesh.make(**args.mesh)
     if args.batch % mesh.rows.size:
-        raise SystemExit(f"--batch {args.batch}: {mesh.rows.size} ranks have rows of their own, and share it equally.")
+        raise SystemExit(f"--batch {args.batch} is not divisible by the {mesh.rows.size} ranks with different rows.")
 
     def build():
         torch.manual_seed(0)

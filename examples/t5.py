@@ -1,9 +1,10 @@
 # torchrun --standalone --nproc-per-node 2 examples/t5.py      (or: python examples/t5.py)
 """transformers' T5, unmodified and from random weights, translates Django's messages to Romanian.
 
-Some eight hundred sentence pairs from Django's own catalogues are little: it learns them, and of
-sentences it has not seen it translates what recurs in the others. The loss it prints for held-out
-sentences is compared with that for the same sentences beside another one's English.
+The data are some eight hundred sentence pairs from Django's message catalogues. That is little: the model
+learns these pairs, and of new sentences it translates only the words and phrases that recur in the pairs.
+It prints the loss for held-out sentences, and for comparison the loss for the same sentences, each
+paired with the English of a different sentence.
 """
 
 import argparse

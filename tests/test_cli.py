@@ -184,7 +184,7 @@ def test_the_example_is_planned_on_other_meshes(capsys):
     assert main(["plan", example, *chosen, "--mesh", "data=2,tensor=2"]) == 0
     assert "data=2,tensor=2" in capsys.readouterr().out
     assert main(["plan", example, *chosen, "--mesh", "data=2,tensor=2", "--", "--batch", "3"]) == 1
-    assert "--batch 3: 2 ranks have rows of their own" in capsys.readouterr().err
+    assert "--batch 3 is not divisible by the 2 ranks with different rows" in capsys.readouterr().err
 
 
 def test_a_script_with_state_over_all_ranks(script, capsys):

@@ -62,7 +62,7 @@ def test_it_learns_shows_and_compares(alone):
 def test_two_ranks_train_alike(alone, stage, tmp_path):
     if stage == 3:  # in two parts
         printed = run("gpt.py", *TINY, "--stop-at", 3, folder=tmp_path, num_ranks=2)
-        assert "stopped after step 3; start it again to go on" in printed
+        assert "stopped after step 3; start it again to resume" in printed
     printed = run("gpt.py", *TINY, "--stage", stage, folder=tmp_path, num_ranks=2)
     assert losses(tmp_path) == pytest.approx(losses(alone[1]), rel=1e-5)
     assert f"stage {stage}, rank 0 of 2" in printed and re.search(r"rss \d+\+\d+ MB", printed)
@@ -76,9 +76,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         folder.mkdir()
     run("gpt.py", *TINY, "--dropout", 0.1, folder=whole, num_ranks=2)
     printed = run("gpt.py", *TINY, "--dropout", 0.1, "--stop-at", 4, folder=parts, num_ranks=2)
-    assert "stopped after step 4; start it again to go on" in printed
+    assert "stopped after step 4; start it again to resume" in printed
     printed = run("gpt.py", *TINY, "--dropout", 0.1, folder=parts, num_ranks=2)
-    assert "goes on after step 4 (remove runs/gpt to begin anew)" in printed
+    assert "resuming after step 4 (delete runs/gpt to start over)" in printed
     logs = [json.loads((f / "runs/gpt/log.json").read_text()) for f in (whole, parts)]
     assert logs[0] == logs[1] and len(logs[0]) == 8
     for rank in range(2):

@@ -87,7 +87,7 @@ def two(shell):
     """Two ranks that are well, or three of an earlier test: they take seconds to start."""
     if shell.pool is None or shell.pool.broken or shell.pool.dead:
         shell.run("%ranks stop")
-        assert "2 ranks after" in shell.run("%ranks 2", within=300)
+        assert "2 ranks ready after" in shell.run("%ranks 2", within=300)
     return shell
 
 
@@ -261,7 +261,7 @@ def test_a_rank_that_dies_is_told_and_a_restart_goes_on_from_the_last_save(two, 
     with pytest.raises(RuntimeError, match=f"rank 1 has ended.*%ranks restart continues from .*{tmp_path / 'run'}"):
         two.run("%%ranks\nprint(1)")
     shown = two.run("%ranks restart", within=300)
-    assert "Loaded from the last save: state." in shown and "metrics" in shown.partition("Lost:")[2]
+    assert "Loaded from the last checkpoint: state." in shown and "metrics" in shown.partition("Lost:")[2]
     two.run("%%ranks\nimport os, torch, zerofn")
     assert two.run(WEIGHTS).splitlines()[0] == saved
 
@@ -281,10 +281,10 @@ def test_one_rank_that_fails_while_the_other_waits_ends_both(two, monkeypatch):
 
 
 def test_without_ranks_cells_run_here_and_say_so_once(none):
-    said = "No ranks run, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks."
+    said = "There are no ranks, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks."
     assert said in none.run(TRAIN) and "loss" in none.shown
     assert said not in none.run("%%ranks\nprint(1)")
-    assert "No ranks run, so cells run in the notebook's own process" in none.run("%autoranks on")
+    assert "There are no ranks, so cells run in the notebook's own process" in none.run("%autoranks on")
     none.run("%autoranks off")
     assert "3 [" in none.run(WEIGHTS.replace("os.environ['WORLD_SIZE']", "'one'"))
     assert "No ranks" in none.run("%ranks")

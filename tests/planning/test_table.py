@@ -40,9 +40,9 @@ def test_the_verdict_says_what_is_left_and_what_a_billion_tokens_take():
 
 
 @pytest.mark.parametrize(("other", "said"), [
-    (row(1, 42, 0.99), "next better: stage 1, about 1.0% faster, needs 12 GB more."),
+    (row(1, 42, 0.99), "the next alternative: stage 1, about 1.0% faster, needs 12 GB more."),
     (row(0, 90, 0.5, "10 GB of device memory too little"),
-     "next better: stage 0, about 2.00 times as fast, but 10 GB of device memory too little."),
+     "the next alternative: stage 0, about 2.00 times as fast, but 10 GB of device memory too little."),
     (row(0, 90, None, "10 GB of device memory too little for the state alone"), "nothing planned here is faster."),
 ])  # fmt: skip
 def test_the_verdict_names_what_is_faster(other, said):
@@ -51,7 +51,7 @@ def test_the_verdict_names_what_is_faster(other, said):
 
 def test_a_faster_row_is_named_by_what_it_leaves_out():
     best = row(3, 30, 1.0, offload="cpu", remat="full")
-    assert "next better: no offload cpu, no remat full, about 2.00" in table(best, row(3, 50, 0.5)).verdict()
+    assert "the next alternative: no offload cpu, no remat full, about 2.00" in table(best, row(3, 50, 0.5)).verdict()
 
 
 def test_where_nothing_fits_the_verdict_says_what_the_nearest_lacks():

@@ -75,15 +75,16 @@ def test_between_nodes_it_is_their_links():
     gain = lambda rate: seconds(None, rate, True, world=8) / seconds("int8", rate, True, world=8)  # noqa: E731
     assert found.far and gain(found.full / 1.5) > found.most**0.9 > gain(found.full * 8)
     assert found.none == float("inf") and gain(1e14) > 1.02  # links within nodes bound the step then
-    assert str(found).startswith("int8 on the wire: 4 times as fast below ") and "nothing" not in str(found)
+    assert str(found).startswith("int8 on the wire: steps 4 times as fast on links between nodes below ")
+    assert "no gain" not in str(found)
     fast = dataclasses.replace(HERE, link=1e13)
-    assert " between nodes, nothing gained above " in str(planned(fast, world=8).break_even)
+    assert ", no gain above " in str(planned(fast, world=8).break_even)
 
 
 def test_it_is_a_line_under_every_plan():
     options = {"machine": HERE, "stage": 3, "offload": None, "remat": None, "unit": lambda name: name}
     table = zerofn.plan(step_with(loss), init, torch.zeros(64, WIDTH), world=2, **options)
-    line = r"int8 on the wire: 4 times as fast below [\d.]+ .?bit/s, nothing gained above [\d.]+ .?bit/s; [\d.]+ times"
+    line = r"int8 on the wire: steps 4 times as fast on links below [\d.]+ .?bit/s, no gain above [\d.]+ .?bit/s; [\d.]+"
     for text in (table.text(wide=True), table.plan.text()):
         assert len(re.findall(line, text)) == 1, text
     assert table.json()["wire"]["form"] == "int8"
@@ -96,7 +97,7 @@ def test_bytes_that_no_codec_makes_fewer_gain_nothing():
     state = lambda: zerofn.TrainState.create(params=dict(module.named_parameters()), tx=optim.adamw(1e-3))  # noqa: E731
     step = step_with(lambda params, batch: functional_call(module, params, (batch,)).square().mean())
     found = zerofn.plan(step, state, double, machine=HERE, stage=3, world=2, offload=None, remat=None).plan.break_even
-    assert str(found) == "int8 on the wire: nothing gained at any rate of links"
+    assert str(found) == "int8 on the wire: no gain on links, at any rate"
 
 
 def test_a_stage_of_a_pipeline_says_nothing():

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         help="check and measure this machine",
         description="Prints versions, processors, GPUs and limits, measures memory, kernels, drives and links, and "
-        "trains on all devices. A line with ! names a problem, its cost, and what to type. Takes half a "
+        "trains on all devices. A line with ! says what you lose by a problem, and how to fix it. Takes half a "
         "minute.",
     )
     four.add_argument("--ranks", type=int, help="ranks of the training (one for each GPU or processor; at most 8)")

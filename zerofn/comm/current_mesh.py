@@ -100,10 +100,10 @@ def rank(among: str = "") -> int:
     """Return this process's rank, counted from 0; 0 for a single process. Makes the process group if needed, as
     `Mesh.of` does.
 
-    `among`: "" for the rank in the job; "rows" for the rank among ranks with different rows (ranks along `context` and
-    `tensor` share rows, and have the same number); or the name of an axis. Inside a step, the mesh is that of the
-    state; outside, that of the process. Raises `ValueError` if the axis does not exist, or if the process has several
-    meshes in which the answer differs.
+    `among`: "" for the rank in the job; "rows" for the rank among ranks with different rows (ranks along `tensor`,
+    `context` and `pipe` share rows, and have the same number); or the name of an axis. Inside a step, the mesh is that
+    of the state; outside, that of the process. Raises `ValueError` if the axis does not exist, or if the process has
+    several meshes in which the answer differs.
 
     >>> rank(), rank("rows"), world_size()
     (0, 0, 1)

@@ -30,7 +30,7 @@ _UPDATED = 8 << 20  # parameters
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what, and how it is. `advice`: what it costs, and what to type; "" where all is well."""
+    """One line: what, and how it is. `advice`: what one loses by it, and how to fix it; "" where all is well."""
 
     what: str
     value: str

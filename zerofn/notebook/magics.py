@@ -65,7 +65,7 @@ class RankMagics(Magics):
     def _say_here(self) -> None:
         if self.pool is None and not self.said:
             self.said = True
-            print("No ranks run, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks.")
+            print("There are no ranks, so %%ranks cells run in the notebook's own process. %ranks 2 starts two ranks.")
 
     @no_var_expand
     @line_cell_magic
@@ -94,7 +94,7 @@ class RankMagics(Magics):
             raise UsageError("%autoranks: write %autoranks, %autoranks on or %autoranks off.")
         self.every_cell = not self.every_cell if not line.split() else line.split() == ["on"]
         if self.every_cell and self.pool is None:
-            print("No ranks run, so cells run in the notebook's own process until %ranks N starts some.")
+            print("There are no ranks, so cells run in the notebook's own process until %ranks N starts some.")
         else:
             print("Cells run on the ranks." if self.every_cell else "Cells run in the notebook's own process.")
 
@@ -146,7 +146,7 @@ class RankMagics(Magics):
         pool = self.pool
         if pool is None:
             raise UsageError("%ranks restart: no ranks run. Write %ranks N.")
-        self._go_on(pool.size, pool.last_saves(), "Loaded from the last save")
+        self._go_on(pool.size, pool.last_saves(), "Loaded from the last checkpoint")
 
     def _go_on(self, size: int, given: tuple[Sequence[str], Mapping[str, bytes], Sequence[str]], how: str) -> None:
         """Start other ranks with the states of these. `given`: see `Pool.give`; `how`: how states came, for people."""
@@ -155,7 +155,7 @@ class RankMagics(Magics):
         pool = self._start(size)
         found = pool.take(paths, states)
         kept = [name for name, path in found.items() if path]
-        lost = [*lost, *(f"{name} (no save has it)" for name, path in found.items() if not path)]
+        lost = [*lost, *(f"{name} (in no checkpoint)" for name, path in found.items() if not path)]
         if kept:
             print(f"{how}: {', '.join(kept)}.")
         everything = [*lost, "all imports, functions and classes"]
@@ -171,5 +171,5 @@ class RankMagics(Magics):
         check_machine()
         status, ranks = Status(), f"{size} rank{'s' if size > 1 else ''}"
         self.pool = pool = Pool(size, lambda text: status.tell(f"Starting {ranks}: {text}"))
-        status.end(f"{ranks} after {status.seconds:.1f} s: %%ranks runs a cell on all ranks.")
+        status.end(f"{ranks} ready after {status.seconds:.1f} s. %%ranks runs a cell on all of them.")
         return pool

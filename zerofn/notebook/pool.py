@@ -125,10 +125,10 @@ class Pool:
     def _restart(self) -> str:
         """Return what a restart keeps and loses, in a sentence."""
         if not self.saved[0]:
-            return "Nothing was saved: %ranks restart starts ranks again, without any variable."
+            return "There is no checkpoint: %ranks restart starts new ranks, without any of your variables."
         return (
-            f"%ranks restart continues from the last save, {self.saved[0][-1]}; the steps since and all variables that "
-            "are not in it are lost."
+            f"%ranks restart continues from the last checkpoint, {self.saved[0][-1]}; later steps and all variables "
+            "that are not in it are lost."
         )
 
     def state(self) -> str:

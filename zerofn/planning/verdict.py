@@ -48,7 +48,7 @@ def _better(best: Row, rows: Sequence[Row]) -> str:
         gain = f"about {gain}"
     more = row.needs.device - best.needs.device
     asks = f"needs {in_words(more)} more" if row.fits and more > 0 else f"but {row.lacks}" if row.lacks else ""
-    return f"next better: {_unlike(row, best)}, {gain}{asks and ', '}{asks}"
+    return f"the next alternative: {_unlike(row, best)}, {gain}{asks and ', '}{asks}"
 
 
 def _unlike(row: Row, best: Row) -> str:

@@ -51,12 +51,12 @@ class BreakEven(NamedTuple):
     def __str__(self) -> str:
         where = " between nodes" if self.far else ""
         if self.most < _NOTHING:
-            return f"{self.form} on the wire: nothing gained at any rate of links{where}"
+            return f"{self.form} on the wire: no gain on links{where}, at any rate"
         below, above = (in_words(float(f"{8 * rate:.2g}"), "bit/s") for rate in (self.full, self.none))
-        nothing = f", nothing gained above {above}" if math.isfinite(self.none) else ""
+        nothing = f", no gain above {above}" if math.isfinite(self.none) else ""
         return (
-            f"{self.form} on the wire: {self.most:.2g} times as fast below {below}{where}{nothing}; "
-            f"{self.here:.2f} times on this machine"
+            f"{self.form} on the wire: steps {self.most:.2g} times as fast on links{where} below {below}{nothing}; "
+            f"{self.here:.2f} times as fast on this machine"
         )
 
 

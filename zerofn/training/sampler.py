@@ -21,8 +21,8 @@ def sampler(
 
     `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the mesh that the
     process made before, or else all ranks. Ranks along `replicate`, `data` and `expert` get different rows; ranks along
-    `context` and `tensor` get the same rows, in the same order. All ranks get equally many rows, and remaining ones are
-    dropped. `shuffle`: whether rows are shuffled in each epoch, by `seed` and `sampler.set_epoch(epoch)`.
+    `tensor`, `context` and `pipe` get the same rows, in the same order. All ranks get equally many rows; rows that
+    remain are dropped. `shuffle`: whether rows are shuffled in each epoch, by `seed` and `sampler.set_epoch(epoch)`.
 
     Raises `ValueError` if the dataset has fewer rows than ranks need, and, without `mesh`, if the process has several
     meshes that would give this rank different rows.
