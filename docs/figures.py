@@ -152,10 +152,10 @@ def _of_chaos() -> Iterator[Piece]:
             found.setdefault(x["fault"], []).append(x["seconds"])
         return [median(x) for x in found.values() if any(x)]  # of a pause nothing has to recover
 
-    yield "After {:.0f} of these faults, training", [Made("chaos", lambda d: len(d["faults"]))]
+    yield "After {:.0f} of these faults, the final state", [Made("chaos", lambda d: len(d["faults"]))]
     yield (
-        "lie between {:.0f} s (a full disk, a killed rank) and {:.0f} s (a frozen rank); the longest recovery took "
-        "{:.0f} s",
+        "took between {:.0f} s (a full disk, a killed rank) and {:.0f} s (a frozen rank, with `ZEROFN_PATIENCE=10`); "
+        "the longest recovery took {:.0f} s",
         [Made("chaos", lambda d: min(by_fault(d))), Made("chaos", lambda d: max(by_fault(d))),
          Made("chaos", lambda d: max(x["seconds"] for x in d["faults"]))],
     )  # fmt: skip
@@ -247,9 +247,9 @@ def _of_layouts() -> Iterator[Piece]:
 
 def _of_offload() -> Iterator[Piece]:
     host = lambda x: Held("offload", f"host, {x}: bytes per parameter")  # noqa: E731
-    drives = Held("offload", "drives, exact, no finite check: bytes per parameter")
+    drives = lambda x: Held("offload", f"drives, exact, {x}: bytes per parameter")  # noqa: E731
     yield (
-        "| exact Adam | {:.1f} | {:.1f} | {:.1f} |",
+        "| float32 moments | {:.1f} | {:.1f} | {:.1f} |",
         [host("exact, no finite check"), host("precision='bf16', clipped and checked"),
          host("exact, clipped and checked")],
     )  # fmt: skip
@@ -257,13 +257,14 @@ def _of_offload() -> Iterator[Piece]:
         "| 8-bit moments | {:.1f} | | {:.1f} |",
         [host("8-bit moments, no finite check"), host("8-bit moments, clipped and checked")],
     )
-    yield "| everything on the drive | {:.1f} | | |", [drives]
+    yield "| everything on the drive | {:.1f} | | {:.1f} |", [drives("no finite check"), drives("clipped and checked")]
 
 
 def _of_features() -> Iterator[Piece]:
     kinds = ("host, exact", "host, 8-bit moments", "drives, exact")
     yield (
-        "exact Adam needs {:.1f} bytes per parameter in all, 8-bit moments {:.1f}, a state on drives {:.1f}",
+        "in all, a parameter takes {:.1f} bytes with float32 moments, {:.1f} with 8-bit moments, and {:.1f} if its "
+        "state is on drives",
         [Held("offload", f"{x}, no finite check: bytes per parameter") for x in kinds],
     )
 
