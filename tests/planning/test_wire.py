@@ -84,7 +84,9 @@ def test_between_nodes_it_is_their_links():
 def test_it_is_a_line_under_every_plan():
     options = {"machine": HERE, "stage": 3, "offload": None, "remat": None, "unit": lambda name: name}
     table = zerofn.plan(step_with(loss), init, torch.zeros(64, WIDTH), world=2, **options)
-    line = r"int8 on the wire: steps 4 times as fast on links below [\d.]+ .?bit/s, no gain above [\d.]+ .?bit/s; [\d.]+"
+    line = (
+        r"int8 on the wire: steps 4 times as fast on links below [\d.]+ .?bit/s, no gain above [\d.]+ .?bit/s; [\d.]+"
+    )
     for text in (table.text(wide=True), table.plan.text()):
         assert len(re.findall(line, text)) == 1, text
     assert table.json()["wire"]["form"] == "int8"
