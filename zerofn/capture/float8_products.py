@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
+
+from ..util.context import inside
 
 _SOME = "in some calls: "
 _seen: ContextVar[list[Mapping[str, str]] | None] = ContextVar("products", default=None)
 
 
-@contextlib.contextmanager
-def noted_products() -> Iterator[list[Mapping[str, str]]]:
+def noted_products() -> contextlib.AbstractContextManager[list[Mapping[str, str]]]:
     """Inside, `note_products` adds to the list."""
-    found: list[Mapping[str, str]] = []
-    before = _seen.set(found)
-    try:
-        yield found
-    finally:
-        _seen.reset(before)
+    return inside(_seen, [])
 
 
 def note_products(found: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ captures the step of every rank in one process, runs that part once: captures be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FunctionType
@@ -21,6 +21,7 @@ from .. import tree
 from .._torch_compat import bind, bound_node, current_trace, node_of, outside_trace
 from ..util.by_identity import ByIdentity
 from ..util.closures import closed_over
+from ..util.context import inside
 
 T = TypeVar("T")
 _PLAIN = (int, float, bool, str, bytes, type(None))
@@ -52,14 +53,9 @@ class Regions(list[_Recorded]):
 _regions: ContextVar[Regions | None] = ContextVar("regions", default=None)
 
 
-@contextlib.contextmanager
-def shared(regions: Regions | None) -> Iterator[None]:
+def shared(regions: Regions | None) -> contextlib.AbstractContextManager[Regions | None]:
     """Inside, captures share these regions; None: each capture runs its own."""
-    before = _regions.set(regions)
-    try:
-        yield
-    finally:
-        _regions.reset(before)
+    return inside(_regions, regions)
 
 
 def shared_region(run: Callable[[], T], function: Any, inputs: Any, rest: Any) -> T:

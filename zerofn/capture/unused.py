@@ -8,18 +8,14 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
+from ..util.context import inside
+
 _seen: ContextVar[dict[str, bool] | None] = ContextVar("gradients", default=None)
 
 
-@contextlib.contextmanager
-def noted_gradients() -> Iterator[dict[str, bool]]:
+def noted_gradients() -> contextlib.AbstractContextManager[dict[str, bool]]:
     """Inside, `note_gradients` adds to the dict: name of a parameter -> whether a loss uses it."""
-    found: dict[str, bool] = {}
-    before = _seen.set(found)
-    try:
-        yield found
-    finally:
-        _seen.reset(before)
+    return inside(_seen, {})
 
 
 def note_gradients(pairs: Callable[[], Iterable[tuple[str, bool]]]) -> None:

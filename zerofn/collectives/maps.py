@@ -7,7 +7,6 @@ order, and under capture: the derivative of a linear map is the map itself forwa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from .._torch_compat import below_autograd
 from ..comm.mesh import Axis
 from ..ops import ravel as _ravel  # noqa: F401  (defines zerofn::as_equal)
 from ..ops import same as _same  # noqa: F401  (defines zerofn::check_same)
+from ..util.context import inside
 from .expected import OWN_OF
 from .over_ranks import ops as ops
 from .over_ranks import rows_over, sum_in_parts, sum_over
@@ -43,15 +43,9 @@ def heard_now() -> list[Axis] | None:
     return _heard.get()
 
 
-@contextlib.contextmanager
-def heard_transfers() -> Iterator[list[Axis]]:
+def heard_transfers() -> contextlib.AbstractContextManager[list[Axis]]:
     """Inside, note the axis of every map between several ranks that is run, but for checks."""
-    found: list[Axis] = []
-    before = _heard.set(found)
-    try:
-        yield found
-    finally:
-        _heard.reset(before)
+    return inside(_heard, [])
 
 
 class Linear(torch.autograd.Function):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 from ..util.arguments import checked
+from ..util.context import inside
 from ..util.process import the
 from .known_meshes import Meshes
 from .mesh import Axis, Mesh
@@ -20,28 +21,14 @@ def current_mesh() -> Mesh | None:
     return _current.get()
 
 
-@contextlib.contextmanager
-def axes_of(mesh: Mesh | None) -> Iterator[None]:
+def axes_of(mesh: Mesh | None) -> contextlib.AbstractContextManager[Mesh | None]:
     """Inside, names of axes are those of this mesh; None changes nothing."""
-    if mesh is None:
-        yield
-        return
-    before = _current.set(mesh)
-    try:
-        yield
-    finally:
-        _current.reset(before)
+    return contextlib.nullcontext() if mesh is None else inside(_current, mesh)
 
 
-@contextlib.contextmanager
-def unlike_work() -> Iterator[set[str]]:
+def unlike_work() -> contextlib.AbstractContextManager[set[str]]:
     """Inside, note the axes along which ranks run other operations, by their number; see `works_by_rank`."""
-    found: set[str] = set()
-    before = _unlike.set(found)
-    try:
-        yield found
-    finally:
-        _unlike.reset(before)
+    return inside(_unlike, set())
 
 
 def works_by_rank(axis: Axis) -> None:

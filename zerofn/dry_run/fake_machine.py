@@ -8,27 +8,16 @@ operation of a GPU, stands for an accelerator, and "meta" for its host's memory.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch_compat import FakeTensorMode
+from ..util.context import inside
 
 _current: ContextVar[FakeMachine | None] = ContextVar("fake_machine", default=None)
-
-
-@contextlib.contextmanager
-def inside(variable: ContextVar[Any], value: object) -> Iterator[None]:
-    """Inside, a variable has a value."""
-    before = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(before)
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,7 @@ class FakeMachine:
     link: float
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True), compare=False)
 
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
+    def __call__(self) -> contextlib.AbstractContextManager[FakeMachine]:
         """Inside, the process plans for this machine."""
         return inside(_current, self)
 

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from .. import tree
-from .fake_machine import inside
+from ..util.context import inside
 
 NUM_RANKS = 8  # planned for, where nobody says how many
 

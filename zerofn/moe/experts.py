@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from ..parallel.cut_experts import CutExperts
 from ..parallel.plan import WORDS as TENSOR_WORDS
 from ..parallel.plan import did_you_mean
 from ..util.arguments import checked
+from ..util.context import inside
 from ..util.errors import nearest
 from ..util.patterns import matches
 from .exchange import combine, dispatch
@@ -95,8 +96,7 @@ def experts(
     return found if axis.size > 1 else {}
 
 
-@contextlib.contextmanager
-def dropped() -> Iterator[list[Tensor]]:
+def dropped() -> contextlib.AbstractContextManager[list[Tensor]]:
     """Return a context that counts dropped choices of experts, in each layer of a model that `experts` has changed.
 
         def loss_fn(params, batch):
@@ -113,12 +113,7 @@ def dropped() -> Iterator[list[Tensor]]:
     >>> counts
     []
     """
-    found: list[Tensor] = []
-    before = _counted.set(found)
-    try:
-        yield found
-    finally:
-        _counted.reset(before)
+    return inside(_counted, [])
 
 
 def _check_capacity(capacity: float | None) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.mesh import Axis
+from ..util.context import inside
 from ..util.process import the
 from .chunks import Chunks
 from .local_ranks import mesh_of, on_ranks, without_modes
@@ -147,11 +148,8 @@ class _Check:
 
     def _run(self, model: Any, batch: dict[str, Tensor], weights: Callable[[Tensor], Tensor] = lambda x: x) -> _Found:
         counted: list[None] = []
-        token = _attended.set(counted)
-        try:
+        with inside(_attended, counted):
             out = self._tokens_of(model(**batch), batch["input_ids"])
-        finally:
-            _attended.reset(token)
         numbers = torch.Generator().manual_seed(3)
         whole = torch.randn(*self._ids.shape, *out.shape[2:], generator=numbers, dtype=torch.float64)
         names, params = zip(*((n, x) for n, x in model.named_parameters() if x.requires_grad), strict=True)

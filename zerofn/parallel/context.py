@@ -24,6 +24,7 @@ from ..sparse.patterns import Pattern
 from ..sparse.rows import Spans
 from ..sparse.use import layout_in_use
 from ..util.arguments import checked
+from ..util.context import inside
 from ..util.patches import Patches, Replacement
 from .applied_once import once
 from .attention import METHODS, Method, attention, check_method
@@ -345,12 +346,8 @@ def _check_inputs(name: str, inputs: Mapping[str, Any], row_digest: Tensor | Non
 def _run(forward: Callable[..., Any], axis: Axis, spans: Tensor | None, /, *args: Any, **inputs: Any) -> Any:
     if axis.size == 1 and spans is not None:
         return forward(*args, **inputs)
-    token = _masks.set(_Masks(axis, [], None if spans is None else Spans(spans)))
-    try:
-        with _one_row:
-            return forward(*args, **inputs)
-    finally:
-        _masks.reset(token)
+    with inside(_masks, _Masks(axis, [], None if spans is None else Spans(spans))), _one_row:
+        return forward(*args, **inputs)
 
 
 def _positions(name: str, ids: Any, positions: Tensor, spans: Tensor | None, digest: Tensor, cut: _Cut) -> Tensor:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+from .context import inside
+
 SOON = 2.0  # seconds until a call is long
 _AGAIN = 0.5
 
@@ -60,11 +62,10 @@ def sign_of_life(text: str) -> Iterator[None]:
         yield
         return
     line = _Line(text)
-    token = _current.set(line)
     try:
-        yield
+        with inside(_current, line):
+            yield
     finally:
-        _current.reset(token)
         line.end()
 
 
