@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 
 from benchmarks.common import report
@@ -52,8 +53,14 @@ def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> d
     with contextlib.ExitStack() as stack:
         there = {}
         for row in rows:  # one after the other: setting up takes more memory than staying
+            before = psutil.virtual_memory().available
             there[row] = stack.enter_context(runs.staying(row, world))
             there[row].ask("begin")
+            left = psutil.virtual_memory().available
+            if row != rows[-1] and left < before - left:  # the next ones would push out each other's pages
+                raise BenchmarkError(
+                    f"{left / 1e9:.1f} GB are left for the rows after {row!r}: leave some out by --only."
+                )
         for number in range(1 + runs.options.rounds):
             shift = number % len(rows)
             for row in rows[shift:] + rows[:shift]:

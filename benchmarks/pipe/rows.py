@@ -201,11 +201,9 @@ ZEROFN: dict[int, dict[str, Builder]] = {
     | {f"ZeroFn, {name}, compiled": zerofn_in(name, backend="inductor") for name in ("1f1b", "auto")}
     | {"ZeroFn, 1f1b, compiled, in 280 MB": zerofn_in("1f1b", backend="inductor", memory="280MB")},
     4: {
-        "ZeroFn, 1f1b x stage 3": zerofn_in("1f1b", 2),
-        "ZeroFn, 1f1b x stage 3, units kept": zerofn_in("1f1b", 2, **KEPT),
         "ZeroFn, auto x stage 3, units kept": zerofn_in("auto", 2, **KEPT),
+        "ZeroFn, 1f1b x stage 3, units kept, compiled": zerofn_in("1f1b", 2, **KEPT, backend="inductor"),
         "ZeroFn, auto x stage 3, units kept, compiled": zerofn_in("auto", 2, **KEPT, backend="inductor"),
-        "ZeroFn, auto x stage 1": zerofn_in("auto", 2, 1),
     },
 }
 
