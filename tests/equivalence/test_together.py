@@ -37,8 +37,8 @@ def test_features_together_train_as_plain_torch(ranks, tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_pipeline_is_not_recorded_and_trains_as_plain_torch(ranks):
-    """Its pieces run for several microbatches in turns. Replayed, they had other values from the second step on."""
+def test_a_recorded_pipeline_trains_as_plain_torch(ranks):
+    """Its pieces run for several microbatches in turns, and the later ones add to what the first has returned."""
     assert max(ranks(2, on_ranks, PIPELINE, None)) < EXACT
 
 

@@ -97,6 +97,31 @@ def test_operations_keep_their_order_and_transfers_stand_between_segments():
     assert not any(inside for name, inside in after if "all_gather" in name or "wait" in name)
 
 
+def adds_through_a_view(fixed):
+    """The operations in segments of a graph that adds to a part of its first input."""
+    graph = torch.fx.Graph()
+    total, x = (graph.placeholder(name) for name in ("total", "x"))
+    total.meta["val"], x.meta["val"] = torch.empty(8), torch.empty(4)
+    y = x
+    for _ in range(segments.FEW):
+        y = graph.call_function(torch.ops.aten.tanh.default, (y,))
+        y.meta["val"] = torch.empty(4)
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (total, 0, 0, 4))
+    part.meta["val"] = torch.empty(8)[:4]
+    added = graph.call_function(torch.ops.aten.add_.Tensor, (part, y))
+    added.meta["val"] = part.meta["val"]
+    graph.output((added,))
+    found = cut(torch.fx.GraphModule({}, graph), torch.device("cpu"), fixed)
+    bodies = [call_of(n).body for n in found.gm.graph.nodes if is_nested(n)]
+    return {str(n.target) for body in bodies for n in body.graph.nodes if n.op == "call_function"}
+
+
+def test_what_is_written_through_a_view_is_not_a_copy():
+    """A segment has a copy of an input whose address changes. A view of the copy would take the write."""
+    assert adds_through_a_view(fixed=[]) == {"aten.tanh.default"}
+    assert adds_through_a_view(fixed=[0]) == {"aten.tanh.default", "aten.slice.Tensor", "aten.add_.Tensor"}
+
+
 class Recorded:
     """A recorder that computes, and knows what of a recording lives on."""
 

@@ -124,11 +124,6 @@ def page() -> str:
     parts += ["", "## Refused", "", *refused()]
     if untested:
         parts += ["## Untested", "", *(f"- {named(x)}" for x in sorted(untested, key=named)), ""]
-        parts += [
-            'A step of a pipeline is not recorded: with `backend="graphs"` it runs as with `"eager"`, and a line in',
-            "the log says so.",
-            "",
-        ]
     rounds = "\n".join(f"| `{label(x)}` | {most} |" for x, most in ROUNDS.items())
     parts.append(
         TAIL.format(cases=len(cover()), example=cover()[0], steps=STEPS, rows=ROWS, exact=EXACT, rounds=rounds)

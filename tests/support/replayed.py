@@ -24,7 +24,8 @@ def record(gm, run, values, allocate, draws):
     """A `Recorder` of the host. As on a device, what is recorded has not been computed yet."""
     inputs = allocate(values)
     for x, value in zip(inputs, values, strict=True):
-        cuda_graphs.once(x).copy_(cuda_graphs.once(value))
+        if x is not value:  # a write would be a reason to capture the step again
+            cuda_graphs.once(x).copy_(cuda_graphs.once(value))
     before = [cuda_graphs.once(x).clone() for x in inputs]
     calls, known, given = [], {}, iter(inputs)
     with torch.no_grad():
@@ -40,7 +41,8 @@ def record(gm, run, values, allocate, draws):
             else:
                 results = list(map_arg(node.args[0], known.__getitem__))
         for x, value in zip(inputs, before, strict=True):
-            cuda_graphs.once(x).copy_(value)
+            if not torch.equal(cuda_graphs.once(x), value):
+                cuda_graphs.once(x).copy_(value)
 
     def replay():
         draws.begin()

@@ -238,7 +238,6 @@ def goes_together(case: Case) -> bool:
         and (not case.params or case.stage not in (1, 2) and not case.hpz)  # there a copy of them is gathered
         and (not case.wire or bool(axes & SENDING))
         and (case.wire != "feedback" or "expert" not in axes)
-        and (case.backend != "graphs" or "pipe" not in axes)
         and (case.hpz or len(axes) == 2)
     )
 

@@ -108,6 +108,7 @@ class _Cutter:
         self._given = {x for k, x in enumerate(gm.graph.find_nodes(op="placeholder")) if k in fixed}
         self._on_host = _on_host(gm.graph)
         nodes = [x for x in gm.graph.nodes if x.op == "call_function" and x not in self._on_host]
+        self._written = {self._root[x] for node in nodes for x in writes(node)}
         self.between: dict[Node, str] = {}
         for x in nodes:
             if why := self._why_not(x):
@@ -180,6 +181,9 @@ class _Cutter:
                 yield node, "is one of too few between two others."
             elif not all(map(self.is_fixed, writes(node))):
                 yield node, "writes to memory that has another address in each call."
+            elif self._root[node] in self._written and not self.is_fixed(node) and not set(run).issuperset(node.users):
+                # A segment has a copy of such memory: a view of the copy would take what is written through it.
+                yield node, "is a view of memory that has another address in each call and is written to."
 
     def _outline(self, run: Sequence[Node], name: str) -> None:
         inside, graph, new = set(run), Graph(), dict[Node, Node]()
