@@ -29,7 +29,7 @@ class DryRun:
         self._sharded: list[tuple[Any, Any, dict[str, Any]]] = []
         self._passed: list[Callable[..., Any]] = []  # other functions that were called
 
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
+    def __call__(self) -> contextlib.AbstractContextManager[DryRun]:
         """Inside, scripts run dry."""
         return inside(_current, self)
 

@@ -117,7 +117,7 @@ class Plan:
         with self.there():
             return traffic(self.program.gm, self.program.mesh)
 
-    def there(self) -> contextlib.AbstractContextManager[None]:
+    def there(self) -> contextlib.AbstractContextManager[Any]:
         """Enter the fake machine for which the step was captured: only this machine knows which tensors are on the
         device and which on the host.
         """
