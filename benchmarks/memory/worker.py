@@ -101,7 +101,7 @@ class Budgets(Rank):
             row = self._compiled(1)
             row.compiled.lower(row.state, self.tokens[0])
         except MemoryError as error:
-            least = int(re.search(r"that it takes is ([\d,]+)", str(error))[1].replace(",", ""))
+            least = int(re.search(r"at least ([\d,]+) bytes", str(error))[1].replace(",", ""))
             return {"least": least, "ample": most}
         raise RuntimeError("a step was scheduled within one byte")
 

@@ -90,7 +90,7 @@ def spoil(folder: Path) -> dict[str, str]:
         "no manifest": "because the save was interrupted",
         "bad manifest": "manifest.json is damaged",
         "newer": "version 99",
-        "incomplete manifest": "manifest.json is damaged: it has no 'files'",
+        "incomplete manifest": "manifest.json is damaged: the JSON object has no 'files'",
         "other shape": r"'params.h.0.b' has shape \(301,\) in the file and \(17,\) in `like`",
         "other name": "has no leaf 'extra.average_of.average",
         "empty": "not a complete checkpoint",

@@ -67,7 +67,7 @@ def test_part_dtype_and_rename(tmp_path):
     mu = train_state(7).opt_state.mu
     expected = {f"x.{n}": t.bfloat16() for n, t in mu.items() if t is not None and not n.startswith("h.0")}
     assert_same_trees(load_file(file), expected)
-    with pytest.raises(ValueError, match="no leaf 'param'.*Its parts are .*'params'"):
+    with pytest.raises(ValueError, match="no leaf 'param'.*The checkpoint has the parts .*'params'"):
         zerofn.export(tmp_path / "a", tmp_path / "b", part="param")
     with pytest.raises(ValueError, match="returns 'x' for two leaves"):
         zerofn.export(tmp_path / "a", tmp_path / "b", rename=lambda name: "x")

@@ -34,7 +34,7 @@ def test_ranges_places_and_what_is_not_there():
         Field(DOCUMENT)["sizes"].each()[1].count(1)
     with pytest.raises(ValueError, match=r"^sizes\[0\]: expected a whole number of 0 or more, and 2 at most, got 3$"):
         Field(DOCUMENT)["sizes"].each()[0].count(most=2)
-    with pytest.raises(ValueError, match="^it has no 'names'$"):
+    with pytest.raises(ValueError, match="^the JSON object has no 'names'$"):
         Field(DOCUMENT)["names"]
     with pytest.raises(ValueError, match=r"^name: expected an object, got 'w'$"):
         Field(DOCUMENT)["name"]["x"]

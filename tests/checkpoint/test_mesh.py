@@ -326,7 +326,7 @@ def test_slices_that_do_not_make_up_the_whole_are_refused(saved, tmp_path, what)
             leaf["region"] = next(x for x in other["leaves"] if x["name"] == leaf["name"])["region"]
 
     edited(tmp_path / "t2", change)
-    with pytest.raises(zerofn.CheckpointError, match="do not make up the whole"):
+    with pytest.raises(zerofn.CheckpointError, match="do not cover each of its elements once"):
         Checkpoint(tmp_path / "t2")
 
 

@@ -175,7 +175,7 @@ def fail_on_one(path: Path) -> str:
 def test_a_failure_on_one_rank_is_everyones(ranks, tmp_path):
     first, second = ranks(2, fail_on_one, tmp_path)
     assert first.startswith("zerofn.load_safetensors: rank 1 failed: ") and second in first
-    assert "model.safetensors is not a valid safetensors file: it is truncated" in second
+    assert "model.safetensors is not a valid safetensors file: the file is truncated" in second
 
 
 # --- a real model ---------------------------------------------------------------------------------

@@ -36,13 +36,13 @@ def test_fewer_heads_than_ranks():
     assert [cut.first(rank) for rank in range(4)] == [0, 0, 2, 2]
     assert [counts([cut], on(rank, 4).slices) for rank in range(4)] == [True, False, True, False]
     assert [counts([], on(rank, 4).slices) for rank in range(4)] == [True, False, False, False]
-    with pytest.raises(ValueError, match="2 parts cannot be shared by 3 ranks"):
+    with pytest.raises(ValueError, match="dim .* has only 2 entries for 3 ranks"):
         equal("tensor", 0, 8, 3, unit=4)
 
 
 @pytest.mark.parametrize("options", [{}, {"parts": 3}, {"unit": 4}])
 def test_a_dim_of_size_0_is_refused(options):
-    with pytest.raises(ValueError, match="dim 1 has size 0 and cannot be cut; leave it whole"):
+    with pytest.raises(ValueError, match="dim 1 has size 0. Leave it whole"):
         equal("tensor", 1, 0, 2, **options)
 
 

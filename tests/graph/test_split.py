@@ -355,7 +355,7 @@ def test_what_cannot_be_split_is_refused():
     body = in_phases(lambda x: (x.sin(),), lambda h: [h * 2], X)
     sine = next(x for x in body.graph.nodes if x.target is aten.sin.default)
     sine.kwargs = {"place": [0, 0]}
-    with pytest.raises(ValueError, match="split it before assign_buffers"):
+    with pytest.raises(ValueError, match="Call split_by_phase before assign_buffers"):
         split_by_phase(body)
-    with pytest.raises(ValueError, match=r"unsqueeze_.* gives its input another shape in place"):
+    with pytest.raises(ValueError, match=r"unsqueeze_.* changes the shape of its input in place"):
         split_by_phase(in_phases(lambda x: (aten.unsqueeze_(x.sin(), 0),), lambda h: [h * 2], X))

@@ -35,7 +35,7 @@ def test_a_leaf_that_is_used_before_its_stage_is_refused():
     region = layers_of().region()
     leaves = {name: (min(int(name[0]) // 3, 1),) for name in set(region.seams.leaves.values())}
     leaves["6.weight"] = (0,)
-    message = r"'6.weight' lies on stage 0 and is read behind '3.\w+' of stage 1.*Put it on stage 1, or on both"
+    message = r"'6.weight' is stored on stage 0, but is read after '3.\w+' of stage 1.*Put '6.weight' on stage 1, or"
     with pytest.raises(ValueError, match=message):
         cut(region, leaves, 2, range(2))
 
@@ -49,7 +49,7 @@ def penalised(params, batch):
 
 def test_a_leaf_that_a_derivative_inside_the_loss_reads_again_is_refused_with_that_reason():
     region = two(penalised, "acb").region()
-    with pytest.raises(ValueError, match=r"'c' lies on stage 0, which reads it, and is read again.*gradient penalty"):
+    with pytest.raises(ValueError, match=r"stage 0 stores and reads 'c', but 'c' is read again.*gradient penalty"):
         cut(region, {"a": (0,), "c": (0,), "b": (1,)}, 2, range(2))
 
 
@@ -85,7 +85,7 @@ def test_a_leaf_between_its_stages_is_refused():
     region = layers_of().region()
     leaves = holders(region, ["3.weight", "9.weight"])
     leaves["3.bias"] = (0, 2)
-    with pytest.raises(ValueError, match=r"'3.bias' lies on stage 0, 2 and is read on stage 1"):
+    with pytest.raises(ValueError, match=r"'3.bias' is stored on stage 0, 2, but stage 1 reads it"):
         cut(region, leaves, 3, range(3))
 
 
@@ -121,7 +121,7 @@ def test_memory_that_is_written_on_another_stage_is_refused():
         h[:, 1:].add_(torch.tanh(batch["x"] @ params["b"])[:, 1:])
         return h.square().mean()
 
-    with pytest.raises(ValueError, match=r"writes into a tensor that stage 0 made, on stage 1; write out of place"):
+    with pytest.raises(ValueError, match=r"runs on stage 1, but overwrites a tensor that stage 0 made"):
         halves(two(loss_fn))
 
 
@@ -144,12 +144,12 @@ def test_one_stage_may_have_running_values():
 
 
 def test_running_values_of_two_stages_are_refused():
-    with pytest.raises(ValueError, match=r"is written and read on stage 0 and 1; .*Freeze it \(eval\(\)\)"):
+    with pytest.raises(ValueError, match=r"is read and written on stage 0 and 1, .*Freeze .* with eval\(\)"):
         halves(running(lambda h, mean: h + mean))
 
 
 def test_running_values_that_a_gradient_reads_are_refused():
-    with pytest.raises(ValueError, match=r"is written and read on stage 0 and 1 and in the backward pass"):
+    with pytest.raises(ValueError, match=r"is read and written on stage 0 and 1 and in the backward pass"):
         halves(running(lambda h, mean: h * mean))
 
 
@@ -173,7 +173,7 @@ def test_memory_that_is_written_before_the_backward_pass_reads_it_is_refused():
         x[:, 1:].add_(1.0)
         return (torch.tanh(torch.tanh(h + x) @ params["a"]) @ params["b"]).square().mean()
 
-    with pytest.raises(ValueError, match=r"writes into a tensor that the backward pass reads as it was before"):
+    with pytest.raises(ValueError, match=r"overwrites a tensor whose old values the backward pass needs"):
         halves(two(loss_fn))
 
 
@@ -184,7 +184,7 @@ def test_an_eager_region_with_leaves_of_two_stages_is_refused():
         return (both(h, params["a"], params["b"]) @ params["b"]).square().mean()
 
     region = two(loss_fn).region()
-    with pytest.raises(ValueError, match=r"the eager_region or loop.* uses leaves of stages 0 and 1; cut it in two"):
+    with pytest.raises(ValueError, match=r"the eager_region or loop.* uses parameters of stages 0 and 1. Write one"):
         cut(region, {"a": (0,), "b": (1,)}, 2, range(2))
 
 
@@ -194,7 +194,7 @@ def test_a_loss_of_gradients_is_refused():
         _, grads = zerofn.value_and_grad(inner)({"a": params["a"].detach()})
         return (batch["x"] @ (params["a"] - 0.1 * grads["a"]) @ params["b"]).square().mean()
 
-    with pytest.raises(ValueError, match=r"the loss is computed.* from gradients; a pipeline has one backward pass"):
+    with pytest.raises(ValueError, match=r"the loss is computed.* from gradients, but a pipeline has only one"):
         two(loss_fn).region()
 
 

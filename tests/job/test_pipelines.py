@@ -153,8 +153,8 @@ DIFFER = {  # what rank 1 has, and what all ranks hear
         r"stages of the pipeline differ. Rank 0 sends 4 messages to rank 1, which receives 4; the first that differs "
         r"is '.*\.0' \[1, 16\] torch.float32 at the sender and 'x' ",
     ),
-    "order": ({"options": {"passes": after("cut_stages", Pass(another_order))}}, "is a message between stages"),
-    "waits": ({"options": {"passes": after("cut_stages", Pass(waits_first))}}, "or the wait for one, and stands"),
+    "order": ({"options": {"passes": after("cut_stages", Pass(another_order))}}, "a message between pipeline stages"),
+    "waits": ({"options": {"passes": after("cut_stages", Pass(waits_first))}}, "or the wait for one. Ranks could"),
     "schedule": ({"options": {"schedule": "gpipe"}}, r"ranks differ(?s:.)*schedule: gpipe"),
     "its cuts' schedule": ({"schedule": "gpipe"}, "zerofn.shard: ranks differ(?s:.)*by 'gpipe'"),
     "cuts": ({"layers": LAYERS - 1}, "zerofn.shard: ranks differ(?s:.)*on stage 0 of a line of 2 ranks"),

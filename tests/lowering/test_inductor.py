@@ -105,7 +105,7 @@ def test_a_region_that_takes_more_memory_than_planned_runs_as_it_is(monkeypatch,
     monkeypatch.setattr(regions, "compile_graph", added)
     monkeypatch.setattr(regions, "bytes_taken", lambda run: 10**9)
     assert_same_trees(small(backend="inductor"), small())
-    assert "runs operation by operation: MemoryError: it takes 1 GB, and they take 6" in caplog.text
+    assert "runs operation by operation: MemoryError: the compiled region needs 1 GB, but its operations" in caplog.text
 
 
 def test_what_a_region_takes_is_measured(monkeypatch, tmp_path):
@@ -119,7 +119,7 @@ def test_what_a_region_takes_is_measured(monkeypatch, tmp_path):
     monkeypatch.setattr(regions, "_folder", lambda: tmp_path)
     monkeypatch.setattr(regions, "compile_graph", wasteful)
     gm = sum_of_two(3.0)
-    with pytest.raises(MemoryError, match="it takes 4 MB, and they take 6"):
+    with pytest.raises(MemoryError, match="region needs 4 MB, but its operations need only 6"):
         regions.compiled(gm)
     monkeypatch.setattr(regions, "LEAST", 4 * 10**6)
     assert regions.compiled(gm).most == 4 * 10**6 + 2 * 4 * 16 and regions.known(gm)

@@ -313,7 +313,7 @@ def variants(folder):
     assert_same_trees(run(loss_fn, offload=on_drives), plain, "offload")
     with pytest.raises(MemoryError) as told:
         run(loss_fn, memory=1)
-    least = int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+    least = int(re.search("at least ([0-9,]+) bytes", str(told.value))[1].replace(",", ""))
     assert_same_trees(run(loss_fn, memory=least), plain, "the least budget")
 
 

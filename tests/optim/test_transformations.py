@@ -301,9 +301,9 @@ def test_what_update_needs_is_told():
         with pytest.raises(ValueError, match=r"update needs the parameters. Write tx.update\(grads, state, params\)"):
             tx.update(g, tx.init(g))
     tx = optim.adamw(0.1)
-    with pytest.raises(ValueError, match="the gradients have other shapes than the parameters"):
+    with pytest.raises(ValueError, match="the gradients do not have the shapes of the parameters"):
         tx.fused.apply({"w": torch.ones(3)}, tx.init(g), g, None, None)
-    with pytest.raises(ValueError, match="the state's moments have other shapes"):
+    with pytest.raises(ValueError, match="the state's moments do not have the shapes"):
         tx.fused.apply(g, tx.init({"w": torch.ones(3)}), g, None, None)
 
 

@@ -68,7 +68,7 @@ def test_a_model_that_parts_make_another_one_is_refused(name, message):
 
 
 def test_attention_that_is_code_of_its_own_is_refused():
-    with pytest.raises(TypeError, match="^context: the attention of MegatronBertForMaskedLM is its own code"):
+    with pytest.raises(TypeError, match="^context: MegatronBertForMaskedLM computes attention in its own code"):
         context(made("MegatronBertForMaskedLM"), MESH)
 
 

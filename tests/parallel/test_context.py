@@ -114,7 +114,7 @@ def refusals():
         ),
         (
             lambda: context(transformers.Llama4ForCausalLM(chunked), mesh, method="ring"),
-            "Llama4.* not over chunks of 4; write method='ulysses'",
+            "Llama4.* not within chunks of 4 tokens. Write method=",
         ),
         (lambda: stepped(mesh, split_sequence(batch, Mesh.make(data=2))), "share sequences along"),
         (lambda: stepped(mesh, {k: x + rank for k, x in batch.items()}), "batch = zerofn.parallel.split_seq"),
@@ -145,10 +145,10 @@ def refusals():
     context(model, mesh)
     with pytest.raises(ValueError, match="context: was already called on this LlamaForCausalLM"):
         context(model, mesh)
-    with pytest.raises(ValueError, match="takes no attention_mask; leave it out"):
+    with pytest.raises(ValueError, match="does not support attention_mask. Leave it out"):
         model(**cut, attention_mask=torch.ones_like(cut["input_ids"]))
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ValueError, match="its attention was changed to 'sdpa'"):
+    with pytest.raises(ValueError, match="the model's attention was changed to 'sdpa'"):
         model(**cut)
     model = transformers.LlamaForCausalLM(ODD)
     context(model, mesh)

@@ -108,7 +108,7 @@ def test_stages_may_be_named():
         (2, {"schedule": "1f1"}, "schedule='1f1' is not known; did you mean '1f1b'"),
         (2, {"microbatches": 0}, "microbatches must be at least 1, got 0"),
         (2, {"chunks": 2}, "chunks= needs one placement of stages, but schedule='auto' chooses"),
-        (2, {"schedule": "zbv", "chunks": 3}, "schedule 'zbv' has chunks=2, got 3"),
+        (2, {"schedule": "zbv", "chunks": 3}, "schedule 'zbv' needs chunks=2, got 3"),
         (2, {"schedule": "1f1b", "stages": ["model.layer.1"]}, "did you mean 'model.layers.1'"),
         (2, {"schedule": "1f1b", "stages": []}, "a line of 2 ranks has 2 stages, so stages= needs 1 name.* Got 0"),
         (

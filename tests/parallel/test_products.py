@@ -29,7 +29,7 @@ def variants(sizes, how, ways, folder):
     def least():
         with pytest.raises(MemoryError) as told:
             run(compiles={"memory": 1})
-        return int(re.search("the least that it takes is ([0-9,]+)", str(told.value))[1].replace(",", ""))
+        return int(re.search("at least ([0-9,]+) bytes", str(told.value))[1].replace(",", ""))
 
     on_drives = zerofn.Offload(optimizer="nvme", params="nvme", path=folder)
     run_of = {

@@ -120,13 +120,13 @@ VARIED, PARTS = {"*.attn.norm": "replicated_with_grad_allreduce"}, {"*": "sequen
 @pytest.mark.parametrize(
     ("plan", "tokens", "message"),
     [
-        ({"*.attn": "sequence_parallel"} | COLUMNS, 4, "0.attn itself has 'colwise' layers"),
-        (PARTS | ROWS, 4, "expected a 'colwise' layer inside"),
-        (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is whole, in a module whose layers are sliced"),
-        (PARTS | VARIED | COLUMNS | ROWS, 5, "2 ranks of 'tensor' cannot share sequences of 5 tokens; pad them to 6"),
-        (PARTS | FIRST, 4, "1.attn reads several tokens at once, so the plan must slice its layers"),
-        (PARTS | VARIED | COLUMNS | ROWS | CONVOLVED, 4, "0.conv reads several tokens at once, so the plan must"),
-        (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "expected 0.attn.o to be 'colwise' or 'rowwise'"),
+        ({"*.attn": "sequence_parallel"} | COLUMNS, 4, "0.attn has 'colwise' layers as direct"),
+        (PARTS | ROWS, 4, "the layers contain no 'colwise' layer"),
+        (PARTS | COLUMNS | ROWS, 4, "0.attn.norm.weight is not sliced, but other layers of its module are"),
+        (PARTS | VARIED | COLUMNS | ROWS, 5, "cannot divide sequences of 5 tokens equally. Pad them to 6"),
+        (PARTS | FIRST, 4, "1.attn combines several tokens, but would get only a part of them"),
+        (PARTS | VARIED | COLUMNS | ROWS | CONVOLVED, 4, "0.conv combines several tokens, but would get only"),
+        (PARTS | COLUMNS | {"*.attn.o": "rowwise_split_input"}, 4, "0.attn.o inside must be 'colwise', or be"),
     ],
 )
 def test_tensors_that_are_no_parts_of_a_sequence_are_refused(ranks, plan, tokens, message):
@@ -137,17 +137,17 @@ def test_tensors_that_are_no_parts_of_a_sequence_are_refused(ranks, plan, tokens
 def test_outputs_of_layers_are_refused(ranks):
     config = transformers.PretrainedConfig(output_hidden_states=True)
     for said in ranks(2, refusal, PARTS | VARIED | COLUMNS | ROWS, 4, config):
-        assert "with output_hidden_states, the model would treat a part" in said
+        assert "output_hidden_states is True, but each rank has only a part" in said
 
 
 def asked_later():
     model = zerofn.skeleton(partial(small, transformers.MixtralConfig(**SMALL, num_local_experts=2)))
     tensor(model, Mesh.make(tensor=-1), model.tp_plan | {"model.layers.*": "sequence_parallel"})
     ids = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(ValueError, match="with output_router_logits, the model would treat a part"):
+    with pytest.raises(ValueError, match="output_router_logits is True, but each rank has only a part"):
         model(input_ids=ids, output_router_logits=True)
     model.config.output_hidden_states = True
-    with pytest.raises(ValueError, match="with output_hidden_states, the model would treat a part"):
+    with pytest.raises(ValueError, match="output_hidden_states is True, but each rank has only a part"):
         model(input_ids=ids)
 
 

@@ -46,9 +46,9 @@ def test_generators_are_left_as_they_are():
 
 
 def test_a_model_without_a_small_twin_says_why():
-    with pytest.raises(NoTwin, match="no model of transformers"):
+    with pytest.raises(NoTwin, match="is not a transformers model"):
         small_twin(nn.Linear(2, 2), 2)
     model = large(transformers.BertForMaskedLM, transformers.BertConfig())
     model.cls.predictions.decoder = nn.Sequential(model.cls.predictions.decoder)
-    with pytest.raises(NoTwin, match="'cls.predictions.decoder.*' is not what its config makes"):
+    with pytest.raises(NoTwin, match="'cls.predictions.decoder.*' differs from the one in a model"):
         small_twin(model, 2)

@@ -167,7 +167,7 @@ def refusals():
     bad = [
         ({"layout": layout, "method": "ring"}, "sparse.Layout describes whole sequences"),
         ({"layout": sparse.layout(sparse.pattern(by_head), 16, heads=2)}, "sparse.Layout describes whole sequences"),
-        ({"layout": sparse.chosen(index, 16), "method": "ring"}, "a step cannot choose them; write method='ulysses'"),
+        ({"layout": sparse.chosen(index, 16), "method": "ring"}, "the step cannot choose the blocks. Write method="),
         ({"layout": sparse.causal, "mask": torch.ones(16, 16) > 0}, "got a mask and a layout"),
         ({"layout": 3, "method": "ring"}, "must be a pattern"),
         ({"layout": sparse.documents(torch.tensor([0, 20])), "method": "ring"}, "ends at 20, but a row has only 16"),

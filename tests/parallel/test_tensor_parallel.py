@@ -164,7 +164,7 @@ TIED, UNALIKE = "llama, tied", {"model.embed_tokens": "embedding_colwise", "lm_h
 def refusals():
     mesh = Mesh.make(tensor=2)
     bad = [
-        (lambda: tensor(mlp(), mesh), "Mlp has no tp_plan; pass plan="),
+        (lambda: tensor(mlp(), mesh), "Mlp has no tp_plan. Pass plan="),
         (lambda: tensor(mlp(), mesh, {"upp": "colwise"}), r"plan\['upp'\] matches no module.*'up'"),
         (lambda: tensor(mlp(), mesh, {"up": "colwize"}), "'colwize' is not known; did you mean 'colwise'"),
         (lambda: tensor(mlp(), mesh, {"up": 3}), "expected a word of tp_plan or a zerofn.parallel.Slice, got a int"),
@@ -172,7 +172,7 @@ def refusals():
         (lambda: tensor(mlp(), mesh, PLAN, attributes={"mid": {}}), r"attributes\['mid'\] matches no module"),
         (lambda: tensor(mlp(), Mesh.make(data=2), PLAN), "mesh has no axis 'tensor'"),
         (lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh), "no leaf is cut over it"),
-        (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*3 heads cannot be shared by 2"),
+        (lambda: tensor(transformers.LlamaForCausalLM(ODD), mesh), "q_proj: .*2 ranks cannot divide 3 heads"),
         (
             lambda: zerofn.shard({"params": {"w": torch.ones(3)}}, mesh=mesh, cuts=OVERLAPPING),
             "do not cover each of its 3",
@@ -188,7 +188,7 @@ def refusals():
         ),
         (
             lambda: tensor(mlp(), mesh, PLAN, attributes={"up": {"out_features": lambda n, ranks: n // ranks}}),
-            "out_features is 9, which 2 ranks cannot share",
+            "out_features is 9, which 2 ranks cannot divide equally",
         ),
         (lambda: Slice(0, output="whole"), "output='whole' is not known"),
         (lambda: tensor(mlp(), mesh, {"up": Slice(-2)}), "up: a layer .* along 'out' needs .*output='cut' or 'concat'"),

@@ -184,8 +184,8 @@ def refused(kind):
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("large aux", r"aux\['made'\]\[0\] \(5.28 MB a step\) is made on stage 1, .* return a metric of it\."),
-        pytest.param("a region of two stages", r"uses leaves of stages 0 and 1; cut it in two\.", marks=whole),
+        ("large aux", r"aux\['made'\]\[0\] is computed on stage 1, .* 5.28 MB in every step. Return a metric"),
+        pytest.param("a region of two stages", "uses parameters of stages 0 and 1. Write one", marks=whole),
     ],
 )
 def test_what_is_refused_on_every_rank(ranks, kind, sentence):

@@ -225,21 +225,21 @@ def sums_a_shard(program):
 
 
 REFUSED = {
-    returns_a_graph: "its function returned a value; change program.gm, and return None",
-    replaces_the_graph: "it put another module in the place of program.gm; change program.gm.graph in place",
-    uses_what_is_gone: "torch.fx finds its graph broken",
-    writes_to_the_batch: "it writes to '.*', which is not the step's own",
-    writes_to_what_is_gathered: "it writes to '.*', which is not the step's own",
-    calls_a_function: r"'tanh.*' calls gelu, which is no overload of torch.ops; write for instance torch.ops.aten",
-    calls_a_packet: r"calls aten.tanh, which is no overload of torch.ops; write torch.ops.aten.tanh.default",
-    calls_a_method: "is a call_method; use graph.call_function with an overload of torch.ops",
-    takes_more: "the graph takes .* values; it was",
-    returns_less: "the graph returns .* values; it was",
-    returns_another_dtype: r"the graph returns float64 \[\] on cpu as value .*; it was float32 \[\] on cpu, which must",
-    reads_without_waiting: "starts a transfer whose result is read without torch.ops.zerofn.wait",
-    adds_a_matrix_and_a_vector: "its operations do not fit together",
-    reads_nothing: "torch.fx finds its graph broken|reads 'missing', which program.gm does not have",
-    sums_a_shard: "could not have been captured: .*is applied to this rank's shard of state entry",
+    returns_a_graph: "its function returned a value. Change program.gm, and return None",
+    replaces_the_graph: "it assigned another module to program.gm. Change program.gm.graph in place",
+    uses_what_is_gone: "torch.fx finds an error in the changed graph",
+    writes_to_the_batch: "it adds a write to '.*', which belongs to the state, the batch",
+    writes_to_what_is_gathered: "it adds a write to '.*', which belongs to the state, the batch",
+    calls_a_function: r"'tanh.*' calls gelu, which is not an overload of torch.ops. Write an overload, such as torch",
+    calls_a_packet: r"calls aten.tanh, which is not an overload of torch.ops. Write torch.ops.aten.tanh.default",
+    calls_a_method: "is a call_method. Use graph.call_function with an overload of torch.ops",
+    takes_more: "the graph takes .* values, but must take and return as many as before",
+    returns_less: "the graph returns .* values, but must take and return as many as before",
+    returns_another_dtype: r"the graph returns float64 \[\] on cpu as value .*must stay as it was: float32 \[\] on cpu",
+    reads_without_waiting: "the result of the transfer '.*' is read without torch.ops.zerofn.wait",
+    adds_a_matrix_and_a_vector: "an operation does not accept its inputs",
+    reads_nothing: "torch.fx finds an error in the changed graph|reads 'missing', which program.gm does not have",
+    sums_a_shard: "capture would refuse the changed step: .*is applied to this rank's shard of state entry",
 }
 EARLY = (sums_a_shard,)  # once the state is donated the step is no pure function any more
 
@@ -314,11 +314,11 @@ def test_lists_that_are_refused():
 
     with pytest.raises(ValueError, match="it returned None"):
         compiled(lambda known: None)
-    with pytest.raises(ValueError, match=r"returned <function .*> as item 0 of its list; write zerofn.Pass\(fn\)"):
+    with pytest.raises(ValueError, match=r"returned a list whose item 0 is <function .*>, not a zerofn.Pass"):
         compiled(lambda known: [tanh_gelu, *known])
     with pytest.raises(ValueError, match="leaves out 'donate', without which results would be wrong"):
         compiled(lambda known: [each for each in known if each.name != "donate"])
-    with pytest.raises(ValueError, match="once each, in this order"):
+    with pytest.raises(ValueError, match="must keep each of these passes once, in this order"):
         compiled(lambda known: known[::-1])
     for wrong in (Pass(tanh_gelu), [tanh_gelu], "donate"):
         with pytest.raises(TypeError, match="must be a list of zerofn.Pass, or a function"):
@@ -372,7 +372,7 @@ def test_a_value_is_not_read_after_its_memory_has_gone_to_another():
     with fake_ranks(2):
         program = capture(train_step_of(module), state_of(module, 3), batch_of(rows=512))
         edit = after("assign_buffers", Pass(reads_again))
-        with pytest.raises(PassError, match=r"'reads_again'.*is needed after '.*' has got its place in memory; put"):
+        with pytest.raises(PassError, match=r"'reads_again'.*is read after '.*' has overwritten it in a static buffer"):
             pipeline(True, [edit]).run(program)
 
 
@@ -396,7 +396,7 @@ def reads_parameters(program):
 def test_a_parameter_is_not_read_after_its_update(name, stage):
     """Behind donation the new state lies in the old one's memory: such a read would find some old and some new."""
     step, mine = train_step_of(MODULE), Pass(reads_parameters)
-    with pytest.raises(PassError, match=r"reads .* after .* has written to its memory.*before\(.donate."):
+    with pytest.raises(PassError, match=r"reads .* after .* has overwritten the memory of .*before\(.donate."):
         zerofn.compile(step, passes=after(name, mine))(state_of(MODULE, stage), batch_of())
     assert zerofn.compile(step, passes=[mine])(state_of(MODULE, stage), batch_of())
 
@@ -408,7 +408,7 @@ def writes_between_inputs(gm, context):
 
 
 def test_operations_stand_behind_all_inputs():
-    with pytest.raises(PassError, match="'mul.*' stands before the input '.*'; put it behind all inputs"):
+    with pytest.raises(PassError, match="it put 'mul.*' before the input '.*'. Put 'mul.*' after all inputs"):
         trained(smooth("none"), 2, passes=first(Pass(writes_between_inputs, "body")))
 
 
@@ -422,7 +422,7 @@ def says_another_shape(program):
 
 
 def test_what_a_pass_says_of_shapes_is_worked_out_again():
-    with pytest.raises(PassError, match="its operations do not fit together"):
+    with pytest.raises(PassError, match="an operation does not accept its inputs"):
         lowered(says_another_shape)
 
 

@@ -49,5 +49,5 @@ def test_a_check_of_the_new_state_is_refused():
         zerofn.same(zerofn.global_norm(new.params))
         return new, loss
 
-    with fake_ranks(2), pytest.raises(CaptureError, match="zerofn.same is given a value that is computed from the new"):
+    with fake_ranks(2), pytest.raises(CaptureError, match="zerofn.same checks a value that is computed from the new"):
         scheduled(late, state_of(MODULE, 3), batch(), donating=True)

@@ -105,7 +105,7 @@ def test_a_memory_budget_leaves_room_for_the_outer_optimizer():
 
 @pytest.mark.parametrize(
     ("mesh", "sentence"),
-    [({"data": 4}, "axis='replicate' must be an axis of replicas"), ("auto", "does not support zerofn.diloco")],
+    [({"data": 4}, "axis='replicate' must be the mesh axis along which"), ("auto", "does not support zerofn.diloco")],
     ids=str,
 )
 def test_a_mesh_without_replicas_is_told(mesh, sentence):

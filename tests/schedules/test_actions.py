@@ -19,7 +19,7 @@ def test_an_action_has_torchs_text():
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 1", "SEND_F"])
 def test_other_texts_are_no_actions(text):
-    with pytest.raises(ValueError, match="is no action; write stage, kind and microbatch, as 2F0"):
+    with pytest.raises(ValueError, match="is not an action. Write stage, kind and microbatch, such as 2F0"):
         Action.parse(text)
 
 
@@ -83,9 +83,9 @@ def test_idle_cells_and_torchs_transfers_are_left_out():
 
 
 @pytest.mark.parametrize("text, said", [
-    ("", "csv: no action in it; write a line a rank, such as 0F0,0B0"),
-    ("0F0,0B0\n1F0,1X0", "csv, line 2, cell 2: '1X0' is no action"),
-    ("0F0,0B0,3F0,3B0\n1F0,1B0,2F0,2B0,4F0,4B0", r"in no placement \(line 1: 0, 3; line 2: 1, 2, 4\)"),
+    ("", "csv has no actions. Write one line for each rank, such as 0F0,0B0"),
+    ("0F0,0B0\n1F0,1X0", "csv, line 2, cell 2: '1X0' is not an action"),
+    ("0F0,0B0,3F0,3B0\n1F0,1B0,2F0,2B0,4F0,4B0", "does not support .* stages to ranks: line 1: 0, 3; line 2: 1, 2, 4"),
 ])  # fmt: skip
 def test_texts_of_no_schedule_are_refused(text, said):
     with pytest.raises(ValueError, match=said):

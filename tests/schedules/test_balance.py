@@ -92,5 +92,5 @@ def test_many_parts_take_little_time(placement):
 
 
 def test_too_few_parts_are_refused():
-    with pytest.raises(ValueError, match="a line of 4 ranks has 4 stages, and the model has 3 parts for them"):
+    with pytest.raises(ValueError, match="a line of 4 ranks has 4 stages, but the model has only 3 parts"):
         balance([BLOCK] * 3, Placement("line", 4), 8)

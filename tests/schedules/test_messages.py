@@ -147,8 +147,8 @@ def test_costs_change_no_order():
 
 @pytest.mark.parametrize("edge, said", [
     (Edge(0, 4, "F"), "a line of 4 ranks has stages 0 to 3"),
-    (Edge(1, 0, "F"), "values of kind F go to later stages, those of kind I to earlier ones"),
-    (Edge(1, 1, "I"), "values of kind F go to later stages"),
+    (Edge(1, 0, "F"), "values of kind F are sent to later stages, and values of kind I to earlier"),
+    (Edge(1, 1, "I"), "values of kind F are sent to later stages"),
 ])  # fmt: skip
 def test_edges_that_lead_nowhere_are_refused(edge, said):
     with pytest.raises(ValueError, match=said):

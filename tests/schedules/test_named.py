@@ -79,7 +79,7 @@ def test_rounds_differ_by_one_microbatch_at_most():
 @pytest.mark.parametrize("arguments, said", [
     (("1f1b2", 2, 2), "schedule '1f1b2' is not known; did you mean '1f1b'?"),
     (("best", 2, 2), "is not known; these are known: gpipe, 1f1b, zb-h1"),
-    (("zbv", 2, 2, 3), "'zbv' has chunks=2, got 3; 'interleaved' takes any number"),
+    (("zbv", 2, 2, 3), "'zbv' needs chunks=2, got 3. For another number, write 'interleaved'"),
     (("1f1b", 2, 0), "needs at least 1 rank, microbatch and chunk, got 2, 0 and 1"),
     (("interleaved", 2, 2, 0), "got 2, 2 and 0"),
 ])  # fmt: skip

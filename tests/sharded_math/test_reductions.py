@@ -163,7 +163,7 @@ def test_plain_trees():
 def test_trees_that_do_not_fit():
     x = cut(values(), 3)
     for other in (values(), cut({"w": torch.ones(3)}, 3), [1.0]):
-        with pytest.raises(ValueError, match="vdot: the two trees are not of one structure"):
+        with pytest.raises(ValueError, match="vdot: the two trees differ in structure"):
             zerofn.vdot(x, other)
 
 

@@ -48,6 +48,6 @@ def test_what_is_no_rule_of_float8_products_raises(given):
 
 
 def test_two_wires_are_refused():
-    with pytest.raises(ValueError, match=r"wire=zerofn.Wire\(gather='int8', .*and the precision has wire="):
+    with pytest.raises(ValueError, match=r"wire=zerofn.Wire\(gather='int8', .*and precision= contains wire="):
         resolve(Precision(wire="bf16"), "int8")
     assert resolve("bf16", "bf16") == Precision(f32, bf16, f32, "bf16")

@@ -72,9 +72,9 @@ def test_an_unknown_form_is_answered_with_those_there_are(make):
         ({"rounding": "random"}, "zerofn.Wire: rounding='random' is not known; write rounding='nearest'"),
         (
             {"gather": "int8", "rounding": "stochastic"},
-            "needs gradients in blocks of codes, but reduce=None: parameters are gathered as the nearest codes. Write",
+            "works only for gradients in 8-bit codes, but with reduce=None gradients are sent without a codec. Write",
         ),
-        ({"reduce": "bf16", "rounding": "stochastic"}, "reduce='bf16': bfloat16 is rounded to nearest. Write reduce="),
+        ({"reduce": "bf16", "rounding": "stochastic"}, "reduce='bf16' gradients are sent in bfloat16, rounded to"),
     ],
 )
 def test_what_is_no_wire_says_so(options, sentence):

@@ -373,10 +373,10 @@ def plain_state(mesh, **options):
 
 def test_a_mesh_without_replicas_is_told():
     with pytest.raises(
-        ValueError, match=r"axis='replicate' must be an axis of replicas of the state's mesh.*\['data'\]"
+        ValueError, match=r"axis='replicate' must be the mesh axis along which the replicas lie.*\['data'\]"
     ):
         step_of(every=4).init(plain_state(Mesh.make(data=1)))
-    with pytest.raises(ValueError, match="axis='data' must be an axis of replicas"):
+    with pytest.raises(ValueError, match="axis='data' must be the mesh axis along which"):
         step_of(every=4, axis="data").init(plain_state(Mesh.make(data=1, replicate=1)))
 
 

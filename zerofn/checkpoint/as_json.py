@@ -60,7 +60,7 @@ def _value(x: Any) -> Any:
         return x
     (kind, inner), *more = x.items()
     if more or kind not in _KINDS:
-        raise ValueError(f"an object of {list(x)}")
+        raise ValueError(f"an object must have one of the keys {', '.join(_KINDS)}, got {list(x)}")
     if kind == "tuple":
         return tuple(map(_value, inner))
     if kind == "dict":

@@ -208,7 +208,7 @@ class ReadAhead:
     def _start(self, block: Block) -> _Read:
         path, start, nbytes = block
         if nbytes > PIECE:
-            raise ValueError(f"a block of {nbytes} bytes")
+            raise ValueError(f"a block has {nbytes:,} bytes, but may have at most {PIECE:,}.")
         self._free = self._free or _buffers(DEPTH + 2, PIECE + 2 * PAGE)  # one that is held, and one to come
         memory = self._free.pop()
         if is_remote(path):

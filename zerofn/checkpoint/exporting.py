@@ -98,7 +98,7 @@ def _part(checkpoint: Checkpoint, part: str | None) -> dict[str, NamedLeaf]:
     if not found:
         raise ValueError(
             f"{WHAT}: {missing_leaf(part or '', str(checkpoint.folder), checkpoint.leaves, 1)} "
-            f"Its parts are {sorted({n.split('.')[0] for n in checkpoint.leaves})}."
+            f"The checkpoint has the parts {sorted({n.split('.')[0] for n in checkpoint.leaves})}."
         )
     return found
 

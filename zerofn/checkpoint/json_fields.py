@@ -27,7 +27,7 @@ class Field:
     def __getitem__(self, name: str) -> Field:
         """A field of an object. Raises `ValueError` if it is not there."""
         if name not in self.object():
-            raise ValueError(f"{self._at or 'it'} has no {name!r}")
+            raise ValueError(f"{self._at or 'the JSON object'} has no {name!r}")
         return Field(self._value[name], f"{self._at}.{name}" if self._at else name)
 
     def get(self, name: str, default: Any) -> Field:
@@ -92,7 +92,8 @@ class Field:
 
     def _error(self, expected: str) -> ValueError:
         got = repr(self._value)
-        return ValueError(f"{self._at or 'it'}: expected {expected}, got {got if len(got) <= 80 else f'{got[:77]}...'}")
+        got = got if len(got) <= 80 else f"{got[:77]}..."
+        return ValueError(f"{self._at or 'the JSON text'}: expected {expected}, got {got}")
 
 
 def as_number(value: Any) -> Any:

@@ -183,12 +183,14 @@ def _checked(manifest: Manifest) -> Manifest:
     """Raise `ValueError` unless every leaf lies in a file of this folder, which is large enough for it."""
     for name in manifest.files:
         if not re.fullmatch(r"[\w][\w.-]*", name, re.ASCII):
-            raise ValueError(f"file name {name!r}")
+            raise ValueError(f"{name!r} is not a valid file name")
     for x in manifest.trees:
         _check_tree(x, manifest.files)
     for r in manifest.replicated:
         if r.file not in manifest.files:
-            raise ValueError(f"{r.leaf.name!r} is in {r.file!r}, which is not among the files")
+            raise ValueError(
+                f"{r.leaf.name!r} is stored in {r.file!r}, but the list of files does not contain this name"
+            )
         _check_room(r.leaf.name, r.leaf.numel * r.leaf.dtype.itemsize, [r.file], manifest.files)
     parts: dict[str, list[NamedLeaf]] = {}
     for leaf in manifest._parts():
@@ -197,20 +199,22 @@ def _checked(manifest: Manifest) -> Manifest:
         if len(slices) > 1 and not any(x.region for x in slices):
             raise ValueError(f"two leaves have the name {name!r}")
         if any(x.region for x in slices) and not _make_up(slices):
-            raise ValueError(f"the slices of {name!r} do not make up the whole")
+            raise ValueError(f"the slices of {name!r} do not cover each of its elements once")
     return manifest
 
 
 def _check_tree(x: SavedTree, files: Mapping[str, FileIdentity]) -> None:
     if x.num_shards != len(x.files) or not set(x.files) <= set(files):
-        raise ValueError(f"{x.path!r} has {x.num_shards} shards in {len(x.files)} files")
+        raise ValueError(f"{x.path!r} needs {x.num_shards} files of the list, one for each shard, got {list(x.files)}")
     for unit in x.units:
         if unit.size % x.num_shards:
-            raise ValueError(f"unit {unit.name!r} of {unit.size} elements in {x.num_shards} shards")
+            raise ValueError(
+                f"unit {unit.name!r} has {unit.size:,} elements, which do not divide into {x.num_shards} shards"
+            )
     ends = [0] * len(x.units)
     for leaf in sorted(x.leaves, key=lambda leaf: (leaf.offset, leaf.offset + leaf.numel)):
         if not 0 <= leaf.unit < len(x.units) or not leaf.offset + leaf.numel <= x.units[leaf.unit].size:
-            raise ValueError(f"{leaf.name!r} does not lie in its unit")
+            raise ValueError(f"{leaf.name!r} lies outside its unit")
         if leaf.offset < ends[leaf.unit]:
             raise ValueError(f"{leaf.name!r} overlaps another leaf")
         ends[leaf.unit] = leaf.offset + leaf.numel
@@ -314,7 +318,7 @@ def _leaf(x: Field) -> NamedLeaf:
     shape = tuple(n.count() for n in x["shape"].each())
     region: Region = tuple(_cut(pair, shape) for pair in x.get("region", []).each())
     if len({dim for dim, _ in region}) < len(region):
-        raise ValueError(f"{x['name'].text()!r} is cut twice along one dim")
+        raise ValueError(f"{x['name'].text()!r} is cut twice along the same dim")
     place = (x["unit"].count(-1), x["offset"].count(), x["optional"].flag(), region)
     return NamedLeaf(x["name"].text(), shape, x["dtype"].word(DTYPES), *place)
 

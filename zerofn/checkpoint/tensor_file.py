@@ -298,19 +298,25 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
             raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; known are {sorted(DTYPES)}")
         shape, (start, stop), dtype = e["shape"], e["data_offsets"], DTYPES[e["dtype"]]
         if type(shape) is not list or any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, start, stop)):
-            raise ValueError(f"{name!r} has shape {shape} and offsets {start} to {stop}")
+            raise ValueError(
+                f"{name!r} has shape {shape} and offsets {start}, {stop}, but needs whole numbers from 0 on"
+            )
         if stop - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name!r} has shape {shape} and dtype {e['dtype']}, but {stop - start} bytes")
+            raise ValueError(
+                f"{name!r} has shape {shape} and dtype {e['dtype']}, but its offsets span {stop - start} bytes"
+            )
         found[name] = _Place(dtype, tuple(shape), start, stop - start)
     end = 0
     for name, place in sorted(found.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if place.start != end:
-            raise ValueError(f"{name!r} begins at byte {place.start:,} after the header, not at {end:,}")
+            raise ValueError(
+                f"{name!r} begins at byte {place.start:,} after the header, but the tensors before it end at {end:,}"
+            )
         end += place.nbytes
     if end > nbytes:
-        raise ValueError(f"it is truncated: {nbytes:,} of {end:,} bytes follow the header")
+        raise ValueError(f"the file is truncated: {nbytes:,} of {end:,} bytes follow the header")
     if end < nbytes:
-        raise ValueError(f"{nbytes - end:,} bytes follow the last tensor")
+        raise ValueError(f"the file has {nbytes - end:,} bytes after the last tensor")
     return found
 
 
@@ -318,7 +324,8 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises `ValueError` if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(x for x in names if names.count(x) > 1)!r} occurs twice")
     return found
 
 

@@ -203,7 +203,7 @@ def _profile(args: argparse.Namespace) -> int:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
         command += ["-m", "zerofn.cli", "profile", str(args.file), "--ranks", str(args.ranks), *folder]
         if subprocess.run(command).returncode:
-            raise ValueError(f"the {args.ranks} measuring ranks failed; see above.")
+            raise ValueError(f"the {args.ranks} ranks that measure failed. Their errors are printed above.")
         return 0
     machine = this_machine(args.folder)
     if os.environ.get("RANK", "0") == "0":

@@ -302,6 +302,6 @@ def machine_of(given: Machine | str | os.PathLike[str]) -> Machine:
     near = nearest(os.fspath(given), list(KNOWN), 1, 0.6)
     raise ValueError(
         f"machine {os.fspath(given)!r} is not known{f'; did you mean {near[0]!r}?' if near else '.'} "
-        f"There are {', '.join(KNOWN)}, files that `zerofn profile FILE` writes, and "
+        f"Known machines are {', '.join(KNOWN)}. You can also pass a file that `zerofn profile FILE` has written, or a "
         "zerofn.Machine(...)."
     )

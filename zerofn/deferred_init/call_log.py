@@ -105,8 +105,9 @@ def known(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
     """A buffer; raises `RuntimeError` for one whose size its fake twin did not know."""
     if storage is None:
         raise RuntimeError(
-            "initialisation uses what a kernel keeps for its backward pass, whose size is known only when it runs. "
-            "Compute no gradients of such layers there, or pass `shard` the finished state instead of a function."
+            "the initialisation function computes gradients of a layer whose kernel stores data for its backward pass, "
+            "and the size of these data is known only when the kernel runs. Do not compute gradients in the "
+            "initialisation function, or pass `shard` the finished state instead of a function."
         )
     return storage
 

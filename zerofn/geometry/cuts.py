@@ -61,13 +61,13 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
     do not divide, and for fewer units than ranks where they do not divide these.
     """
     if not size:
-        raise ValueError(f"dim {dim} has size 0 and cannot be cut; leave it whole")
+        raise ValueError(f"dim {dim} has size 0. Leave it whole")
     whole, rest = divmod(size, parts * unit)
     if rest:
-        raise ValueError(f"{size} is not a multiple of {parts * unit}")
+        raise ValueError(f"the size of dim {dim}, {size}, is not a multiple of {parts * unit}")
     if whole < num:
         if num % whole:
-            raise ValueError(f"{whole} parts cannot be shared by {num} ranks")
+            raise ValueError(f"dim {dim} has only {whole} {'heads' if unit > 1 else 'entries'} for {num} ranks")
         bounds = [(k * whole // num, k * whole // num + 1) for k in range(num)]
     else:
         each = -(-whole // num)

@@ -113,15 +113,15 @@ def _out_of_order(
     stage = min(spans[before])
     if any(x == name and k < late[0] for k, x in reads_of(region)):
         return (
-            f"pipe: {name!r} lies on stage {max(spans[name])}, which reads it, and is read again{line} behind "
-            f"{before!r} of stage {stage}: by a derivative that the loss function takes itself (a gradient penalty, a "
-            "product with the Hessian), or by a layer that is called twice. A microbatch goes through the stages once, "
-            f"so the leaf has to lie on stage {stage}, too, as cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch) "
-            "places it. If most leaves are read so, take a mesh without 'pipe'."
+            f"pipe: stage {max(spans[name])} stores and reads {name!r}, but {name!r} is read again{line} after "
+            f"{before!r} of stage {stage}: by a derivative inside the loss function (a gradient penalty, a product "
+            "with the Hessian), or by a layer that is called twice. A microbatch goes through the stages once, so "
+            f"stage {stage} must store {name!r}, too: write cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch). If "
+            "most parameters are read twice, use a mesh without 'pipe'."
         )
     return (
-        f"pipe: {name!r} lies on stage {max(spans[name])} and is read{line} behind {before!r} of stage {stage}; a "
-        f"value would have to go back. Put it on stage {stage}, or on both (stages={{...}})."
+        f"pipe: {name!r} is stored on stage {max(spans[name])}, but is read{line} after {before!r} of stage {stage}, "
+        f"so a value would have to be sent back. Put {name!r} on stage {stage}, or on both (stages={{...}})."
     )
 
 
@@ -133,4 +133,7 @@ def is_closed(node: Node) -> bool:
 def of_several(node: Node, names: Iterable[str], spans: Mapping[str, Sequence[int]]) -> str:
     """Return what to do about a node that reads parameters of several stages."""
     stages = " and ".join(map(str, sorted({s for name in names for s in spans[name]})))
-    return f"pipe: the eager_region or loop{line_behind(node)} uses leaves of stages {stages}; cut it in two."
+    return (
+        f"pipe: the eager_region or loop{line_behind(node)} uses parameters of stages {stages}. Write one eager_region "
+        "or loop for each stage."
+    )

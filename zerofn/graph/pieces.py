@@ -183,8 +183,8 @@ class Part:
                 reads = not is_view(x) and any(root[y] is memory for y in x.all_input_nodes)
                 if reads and where[x] < where[done[-1]]:
                     raise ValueError(
-                        f"pipe: the line{line_behind(done[-1])} writes into a tensor that the backward pass reads as "
-                        "it was before; write out of place (x = x + y)."
+                        f"pipe: the line{line_behind(done[-1])} overwrites a tensor whose old values the backward pass "
+                        "needs. Make a new tensor instead: x = x + y."
                     )
 
     def term(self, seam: Node) -> list[Addend]:
@@ -274,7 +274,10 @@ class Writer:
             source = self._part.source(x)
             assert source is not None, (x, self._kind, self._plan.stage)
             if x not in self._plan.region.seams.leaves and not alike(tensor_of(x), tensor_of(source)):
-                raise ValueError(f"pipe: {x.name} ({x.target}) gives its input another shape in place.")
+                raise ValueError(
+                    f"pipe: {x.name} ({x.target}) changes the shape of its input in place. Use an operation that "
+                    "returns a new tensor."
+                )
             made = self._value(source)
         self._found[x] = made
         return made

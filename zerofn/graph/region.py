@@ -90,8 +90,8 @@ class Region:
         for node in self.backward:
             if phase_of(node) == FORWARD:
                 raise ValueError(
-                    f"pipe: the loss is computed{line_behind(node)} from gradients; a pipeline has one backward pass. "
-                    "Take a mesh without 'pipe'."
+                    f"pipe: the loss is computed{line_behind(node)} from gradients, but a pipeline has only one "
+                    "backward pass. Use a mesh without 'pipe'."
                 )
         self.ordinal = {node: k for k, node in enumerate(fixed)}
         number: dict[Node, int] = {}

@@ -37,7 +37,10 @@ def split_by_phase(body: GraphModule) -> GraphModule:
     """
     nodes = [x for x in body.graph.nodes if x.op == "call_function"]
     if any(x.target is ops.bucket.default or x.kwargs.get("place") for x in nodes):
-        raise ValueError("split_by_phase: the body has places in static buffers; split it before assign_buffers.")
+        raise ValueError(
+            "split_by_phase: the pass assign_buffers has already placed the body's values in static buffers. Call "
+            "split_by_phase before assign_buffers."
+        )
     late = _backward_pass(body.graph, nodes)
     if not late:
         raise ValueError("split_by_phase: the body has no backward pass.")
@@ -136,7 +139,10 @@ class _Piece:
         elif node not in self.own and not is_view(node):  # it is what it writes to
             (source, *_) = sources(node)
             if not alike(tensor_of(node), tensor_of(source)):
-                raise ValueError(f"split_by_phase: {node.name} ({node.target}) gives its input another shape in place.")
+                raise ValueError(
+                    f"split_by_phase: {node.name} ({node.target}) changes the shape of its input in place. Use an "
+                    "operation that returns a new tensor."
+                )
             return self.value(source)
         return self._graph.node_copy(node, self.value)
 

@@ -108,8 +108,8 @@ class Stages:
             for memory in self.region.causes.written_by.get(node, ()):
                 if self.at.get(memory, stage) != stage:
                     raise ValueError(
-                        f"pipe: the line{line_behind(node)} writes into a tensor that stage {self.at[memory]} made, on "
-                        f"stage {stage}; write out of place (x = x + y)."
+                        f"pipe: the line{line_behind(node)} runs on stage {stage}, but overwrites a tensor that stage "
+                        f"{self.at[memory]} made. Make a new tensor instead: x = x + y."
                     )
 
     def _check_leaves(self, node: Node, stage: int, names: Collection[str]) -> None:
@@ -119,8 +119,8 @@ class Stages:
         for name in missing:
             lies = ", ".join(map(str, self._stages[name]))
             raise ValueError(
-                f"pipe: {name!r} lies on stage {lies} and is read{line_behind(node)} on stage {stage}. Put it on stage "
-                f"{stage}, or on both (stages={{...}})."
+                f"pipe: {name!r} is stored on stage {lies}, but stage {stage} reads it{line_behind(node)}. Put "
+                f"{name!r} on stage {stage}, or on both (stages={{...}})."
             )
 
     def _forward_to(self, value: Node, stage: int) -> None:
@@ -280,8 +280,8 @@ class Stages:
         stages = " and ".join(str(s) for s in sorted({s for s in where if s is not None}))
         also = " and in the backward pass" if None in where else ""
         raise ValueError(
-            f"pipe: {name} is written and read on stage {stages}{also}; microbatches are not one after the other "
-            "there. Freeze it (eval()), or keep both on one stage."
+            f"pipe: {name} is read and written on stage {stages}{also}, where a microbatch begins before the previous "
+            f"one has ended. Freeze {name} with eval(), or read and write it on one stage only."
         )
 
     # results
@@ -304,8 +304,8 @@ class Stages:
         if stage not in able:
             names = ", ".join(map(repr, sorted(needs.leaves)))
             raise ValueError(
-                f"pipe: a result{line_behind(result)} is made of leaves of several stages ({names}); return one result "
-                "of the leaves of each stage."
+                f"pipe: a result{line_behind(result)} is computed from parameters of several stages ({names}). Return "
+                "one result for each stage, computed from the parameters of that stage."
             )
         for x in needs.values:
             self._back_to(x, stage) if x in region.gradients else self._forward_to(x, stage)

@@ -57,8 +57,8 @@ class ParamGroups:
             for p in group["params"]:
                 if id(p) not in names:
                     raise ValueError(
-                        f"{source}: group {k} has a tensor of shape {tuple(p.shape)} that is not a parameter of the "
-                        "module. Make it an nn.Parameter of the module."
+                        f"{source}: the optimizer's parameter group {k} has a tensor of shape {tuple(p.shape)} that is "
+                        "not a parameter of the module. Make this tensor an nn.Parameter of the module."
                     )
                 self._of[names[id(p)]] = k
         self._trained = [name for name, p in module.named_parameters() if p.requires_grad and name in self._of]

@@ -24,8 +24,8 @@ def translated(kind: type, options: Mapping[str, Any], rate: Any, mask: Mask = N
     if known is None:
         there = ", ".join(f"{x} ({', '.join(names)})" for x, (_, names) in _KNOWN.items())
         raise ValueError(
-            f"optimizer {kind.__module__}.{name} has no counterpart in zerofn.optim. Known are, from torch.optim and "
-            f"with transformers' Adafactor, {there}."
+            f"optimizer {kind.__module__}.{name} has no counterpart in zerofn.optim. ZeroFn translates these "
+            f"optimizers of torch.optim, and transformers' Adafactor: {there}."
         )
     make, names = known
     given = {k: v for k, v in options.items() if k not in _IGNORED and k != "lr"}

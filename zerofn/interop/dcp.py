@@ -84,7 +84,7 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
         model = {name.removeprefix("params."): x for name, x in tensors.items() if name.startswith("params.")}
         if not model:
-            raise zerofn.CheckpointError(f"export_dcp: {path} has no params.")
+            raise zerofn.CheckpointError(f"export_dcp: {path} has no entry 'params'.")
         state = _moments(tensors)
         with failing(f"export_dcp: {target} cannot be written"), alone():
             dcp.save(

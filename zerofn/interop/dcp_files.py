@@ -127,7 +127,7 @@ class _Reader(dcp.FileSystemReader):
             except zerofn.CheckpointError:
                 raise
             except Exception as error:
-                raise zerofn.CheckpointError(f"load_dcp: {self._file} is damaged: {error}") from error
+                raise zerofn.CheckpointError(f"load_dcp: {self._file} is damaged: {error}.") from error
             self._known = self._checked(known)
         return self._known
 
@@ -164,7 +164,8 @@ class _Reader(dcp.FileSystemReader):
         there = sum(info.length for info in places)
         if nbytes > there:
             raise zerofn.CheckpointError(
-                f"{what} needs {nbytes:,} bytes, but the files contain {there:,} of them. Copy all files again."
+                f"{what} needs {nbytes:,} bytes, but the files contain only {there:,} bytes of it. Copy all files "
+                "again."
             )
         for info in places:
             with open(self._file.parent / info.relative_path, "rb") as opened:
@@ -185,7 +186,7 @@ class _Slice(io.RawIOBase):
         """Go to a place, and return it."""
         place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
         if place < 0:
-            raise ValueError("a place before the first byte")
+            raise ValueError("cannot seek to a place before the first byte")
         self._at = place
         return self._at
 
@@ -204,25 +205,28 @@ class _Slice(io.RawIOBase):
 
 def _items(found: Any) -> Iterable[tuple[Any, Any]]:
     if not isinstance(found, dict):
-        raise TypeError("it has no dict of tensors, or of where they are")
+        raise TypeError("its dict of tensors, or its dict of their places in files, is missing")
     return found.items()
 
 
 def _check_tensor(name: Any, x: TensorStorageMetadata) -> None:
     """Raise `TypeError` or `ValueError` unless chunks of a tensor lie inside it."""
     if not isinstance(name, str) or not isinstance(x.properties.dtype, torch.dtype):
-        raise TypeError(f"{name!r} has dtype {x.properties.dtype!r}")
+        raise TypeError(f"{name!r} has the dtype {x.properties.dtype!r}, which is not a torch.dtype")
     size = _numbers(name, x.size)
     for chunk in x.chunks:
         offsets, sizes = _numbers(name, chunk.offsets), _numbers(name, chunk.sizes)
         ends = [a + b for a, b in zip(offsets, sizes, strict=False)]
         if not len(size) == len(offsets) == len(sizes) or any(a > n for a, n in zip(ends, size, strict=True)):
-            raise ValueError(f"{name!r} has shape {list(size)}, and a chunk of {list(sizes)} at {list(offsets)}")
+            raise ValueError(
+                f"{name!r} has shape {list(size)}, but its chunk of shape {list(sizes)} at offsets {list(offsets)} "
+                "lies outside this shape"
+            )
 
 
 def _numbers(name: str, found: Any) -> tuple[int, ...]:
     if not isinstance(found, tuple | list) or not all(type(n) is int and n >= 0 for n in found):
-        raise ValueError(f"{name!r} has shape or offsets {found!r}")
+        raise ValueError(f"the shape or offsets of {name!r} must be whole numbers of 0 or more, got {found!r}")
     return tuple(found)
 
 
@@ -231,12 +235,12 @@ def _check_place(index: Any, info: Any, nbytes: int) -> None:
     offset, length = _numbers(index.fqn, (info.offset, info.length))
     if offset + length > nbytes:
         raise ValueError(
-            f"{index.fqn!r} ends at byte {offset + length:,} of {info.relative_path}, which has {nbytes:,}"
+            f"{index.fqn!r} ends at byte {offset + length:,} of {info.relative_path}, which has only {nbytes:,} bytes"
         )
     if getattr(info, "transform_descriptors", None):
         raise ValueError(
-            f"{index.fqn!r} is stored through {info.transform_descriptors!r}, so its size cannot be checked before it "
-            "is read; save it without extensions"
+            f"{index.fqn!r} was saved with the storage extensions {info.transform_descriptors!r}, so ZeroFn cannot "
+            "check its size before reading it. Save it without the argument _extensions= of FileSystemWriter"
         )
 
 

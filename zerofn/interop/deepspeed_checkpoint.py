@@ -315,7 +315,9 @@ def _by_group(
             f"{what}: the files have different numbers of parameter groups, {sorted(counts)}. Copy all files again."
         )
     if paddings is not None and [len(x) for x in paddings] != [len(group) for group in shapes]:
-        raise zerofn.CheckpointError(f"{what}: param_alignment_paddings belong to other parameters.")
+        raise zerofn.CheckpointError(
+            f"{what}: param_alignment_paddings do not have one number for each parameter. Copy all files again."
+        )
     for g, group in enumerate(shapes):
         flats, at = [rank[g] for rank in ranks], 0
         for k, (name, shape) in enumerate(group.items()):

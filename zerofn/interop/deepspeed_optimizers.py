@@ -31,7 +31,7 @@ def optimizer_of(config: Section, moments: Any, mask: Any = None) -> tuple[Any, 
     block = config("optimizer")
     if block.values.get("type") is None:
         raise ValueError(
-            "from_deepspeed: the configuration has no optimizer. Write one into it, or pass your own: "
+            "from_deepspeed: the configuration has no optimizer. Add one, or pass your own: "
             "from_deepspeed(config, tx=optim.adamw(3e-4))."
         )
     name = block.text("type") or ""

@@ -95,7 +95,7 @@ def check_values(value: Any, shape: Any, what: str, at: str = "") -> None:
             if value.get(key) is not None:
                 check_values(value[key], inner, what, f"{at}.{key}" if at else key)
             elif key == name:
-                raise zerofn.CheckpointError(f"{what}: {at or 'it'} has no {key!r}.")
+                raise zerofn.CheckpointError(f"{what}: {at or 'the file'} has no {key!r}.")
     elif shape is Count:
         is_one = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
         _check(is_one, "a whole number of 0 or more", value, what, at)
@@ -111,4 +111,4 @@ def _check(good: bool, expected: str, value: Any, what: str, at: str) -> None:
     if not good:
         got = repr(value) if isinstance(value, str | int | float | None) else f"a {type(value).__name__}"
         got = got if len(got) <= 80 else f"{got[:77]}..."
-        raise zerofn.CheckpointError(f"{what}: {at or 'it'}: expected {expected}, got {got}.")
+        raise zerofn.CheckpointError(f"{what}: {at or 'the file'}: expected {expected}, got {got}.")

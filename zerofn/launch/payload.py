@@ -63,9 +63,9 @@ def packed(value: Any, what: str) -> bytes:
     except TypeError as error:
         if str(error).startswith(what):
             raise
-        raise TypeError(f"{what} cannot travel between processes: {error}.") from error
+        raise TypeError(f"{what} cannot be sent to another process: {error}.") from error
     except pickle.PicklingError as error:
-        raise TypeError(f"{what} cannot travel between processes: {error}.") from error
+        raise TypeError(f"{what} cannot be sent to another process: {error}.") from error
     return file.getvalue()
 
 

@@ -102,7 +102,10 @@ def compiled(gm: GraphModule) -> Region:
             region = _read(path) or _made(gm, path)
         the(Compiled).regions[gm.meta[REGION]] = region
     if (planned := _planned(gm)) < region.most:
-        raise MemoryError(f"it takes {in_words(region.most)}, and they take {in_words(planned)}.")
+        raise MemoryError(
+            f"the compiled region needs {in_words(region.most)}, but its operations need only {in_words(planned)} if "
+            "they run one by one."
+        )
     return region
 
 

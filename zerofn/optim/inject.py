@@ -116,8 +116,9 @@ class _Factory:
         wrong = [n for n in self.schedules if own and n not in self.as_schedule]
         if wrong:
             raise TypeError(
-                f"inject_hyperparams: {wrong[0]} of {_unwrapped(make).__name__} is a constant of its kernel and cannot "
-                f"be a schedule. Arguments that can are {sorted(self.as_schedule)}."
+                f"inject_hyperparams: {wrong[0]} of {_unwrapped(make).__name__} is a constant of the optimizer's "
+                "kernel, so it cannot be a schedule. Pass a number. These arguments can be schedules: "
+                f"{sorted(self.as_schedule)}."
             )
         names = [n for n in chosen if n in self.as_schedule] if own else chosen
         self.numbers = {n: arguments[n] for n in names if isinstance(arguments[n], float) or n in self.as_schedule}

@@ -83,9 +83,9 @@ def map_runs(rule: Callable[..., Any], constant: Callable[[LeafInfo], Hashable],
         if [x.shape for x in leaves] != [x.shape for x in first]:
             what = "the gradients" if k == 1 else "the state's moments"
             raise ValueError(
-                f"optim: {what} have other shapes than the parameters: expected {[list(x.shape) for x in first]}, got "
-                f"{[list(x.shape) for x in leaves]}. Compute gradients by value_and_grad at these parameters, and the "
-                "state by this transformation's init."
+                f"optim: {what} do not have the shapes of the parameters: expected {[list(x.shape) for x in first]}, "
+                f"got {[list(x.shape) for x in leaves]}. Compute the gradients with value_and_grad for these "
+                "parameters, and the state with this transformation's init."
             )
     fresh = [rule([f[slot.place] for f in flat], slot.offset, *slot.columns) for slot in slots(trees[0], constant)]
     if not fresh:

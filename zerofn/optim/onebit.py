@@ -149,8 +149,9 @@ def check_gradients(where: str, params: Any, grads: Any) -> None:
         check_ranks(p.spec, f"{where}:")
         if not (isinstance(g, Sharded) and g.spec.of_ranks):
             raise ValueError(
-                f"{where}: after its freeze step it needs each rank's own gradients, but these are averaged over ranks "
-                "already. Write loss, grads = state.value_and_grad(loss_fn)(batch), which does not average them."
+                f"{where}: after its freeze step, the optimizer needs each rank's own gradients, but these gradients "
+                "are already averaged over ranks. Write loss, grads = state.value_and_grad(loss_fn)(batch), which does "
+                "not average them."
             )
 
 

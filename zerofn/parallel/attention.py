@@ -174,20 +174,20 @@ def _check(q: Tensor, k: Tensor, axis: Axis, method: str, chunks: Chunks) -> Non
         )
     if method == "ulysses" and heads % axis.size:
         raise ValueError(
-            f"attention: {axis.size} ranks of {axis.name!r} cannot share {heads} heads; write method='ring', which "
-            "works for any number of heads."
+            f"attention: {axis.size} ranks along {axis.name!r} cannot divide {heads} heads equally. Write "
+            "method='ring', which works for any number of heads."
         )
     if axis.size > 1 and (size % chunks.each or k.shape[-2] != size):
         two = {1: "a chunk", 2: "two chunks of one size"}.get(chunks.each, f"{chunks.each} chunks of one size")
         raise ValueError(
-            f"attention: expected {two}, of queries and of keys, got {size} and {k.shape[-2]} tokens; split batches "
-            "with zerofn.parallel.split_sequence."
+            f"attention: expected queries and keys of {two}, got {size} and {k.shape[-2]} tokens. Split batches with "
+            "zerofn.parallel.split_sequence."
         )
 
 
 def _check_mask(mask: Tensor, length: int, method: str, axis: Axis) -> None:
     if method == "ring" and axis.size > 1:
-        raise ValueError("attention: method='ring' takes no mask; write method='ulysses'.")
+        raise ValueError("attention: method='ring' does not support a mask. Write method='ulysses'.")
     if mask.dtype != torch.bool or mask.shape[-2:] != (length, length) or mask.shape[-3:-2] not in ((), (1,)):
         raise ValueError(
             f"attention: expected a mask of booleans [.., 1, {length}, {length}], which says to which tokens each "
@@ -200,20 +200,20 @@ def _check_layout(
 ) -> None:
     if mask is not None:
         raise ValueError(
-            "attention: got a mask and a layout, which both say which tokens attend to which; pass the layout alone."
+            "attention: got a mask and a layout, and each says which tokens attend to which. Pass the layout only."
         )
     if axis.size == 1:
         return
     check_part(*qkv, layout, qkv[0].shape[-2] * axis.size)
     if isinstance(layout, Layout) and (method == "ring" or layout.sizes.heads > 1):
         raise ValueError(
-            "attention: a sparse.Layout describes whole sequences and all heads, but a rank has only a part of them; "
-            "pass the pattern from which the layout was made."
+            "attention: a sparse.Layout describes whole sequences and all heads, but a rank has only a part of them. "
+            "Pass the pattern from which the layout was made."
         )
     if isinstance(layout, Blocks) and method == "ring":
         raise ValueError(
-            "attention: with method='ring' ranks must know before a step which blocks of keys they send, so a step "
-            "cannot choose them; write method='ulysses', with the index of the whole sequence."
+            "attention: with method='ring' ranks must know before a step which blocks of keys they send, so the step "
+            "cannot choose the blocks. Write method='ulysses', with an index for the whole sequence."
         )
 
 

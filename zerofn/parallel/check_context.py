@@ -106,7 +106,7 @@ class _Check:
             self._rows()
             (self._plain,) = on_ranks(1, lambda _: self._run(copy.deepcopy(self._twin), {"input_ids": self._ids}))
             if not self._plain.out.isfinite().all():
-                raise NoTwin("its outputs are no finite numbers")
+                raise NoTwin("the small model's outputs are not finite")
         except NotPerToken:
             raise
         except NoTwin as error:

@@ -78,7 +78,7 @@ def _wrong(
     inputs = inputs_of(twin, 8 * parts)
     (whole,) = on_ranks(1, lambda _: _run(copy.deepcopy(twin), inputs))
     if not all(x.isfinite().all() for x in whole.outs):
-        raise NoTwin("its outputs are no finite numbers")
+        raise NoTwin("the small model's outputs are not finite")
     meshes = [mesh_of(axis, parts, rank) for rank in range(parts)]
     models = [copy.deepcopy(twin) for _ in meshes]
     cuts = [cut(one, mesh) for one, mesh in zip(models, meshes, strict=True)]

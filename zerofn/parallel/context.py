@@ -84,7 +84,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunk
     name = type(model).__name__
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "set_attn_implementation") or config is None:
-        raise TypeError(f"context: {name} is not a transformers model; call zerofn.parallel.attention in your own.")
+        raise TypeError(f"context: {name} is not a transformers model. In it, call zerofn.parallel.attention yourself.")
     config = config.get_text_config()
     if method is None:
         heads = getattr(config, "num_attention_heads", None)
@@ -136,18 +136,19 @@ def _switch(model: Any, config: Any, method: str, cut: _Cut) -> None:
     """Replace the model's attention by ours."""
     model.set_attn_implementation(f"zerofn_{method}")
     if config._attn_implementation != f"zerofn_{method}":
-        raise TypeError(f"context: the attention of {type(model).__name__} is its own code, and cannot be replaced.")
+        raise TypeError(f"context: {type(model).__name__} computes attention in its own code. Use other axes.")
     for part in model.modules():
         part.zerofn_cut = cut  # attention is handed its module
 
 
 def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, method: str) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"context: {name} has an encoder and a decoder, whose sequences differ; use other axes.")
+        raise ValueError(f"context: {name} has an encoder and a decoder, whose sequences differ. Use other axes.")
     odd = set(getattr(config, "layer_types", None) or ()) - _MASKED
     odd |= {type(x).__name__ for x in model.modules() if isinstance(x, nn.Conv1d | nn.RNNBase)}
     if odd:
-        raise ValueError(f"context: {name} mixes tokens by {', '.join(sorted(odd))}, but only attention can be split.")
+        found = ", ".join(sorted(odd))
+        raise ValueError(f"context: {name} mixes tokens by {found}, but only attention can be split. Use other axes.")
     heads = getattr(config, "num_attention_heads", None)
     if method == "ulysses" and isinstance(heads, int) and heads % (axis.size * slices):
         each = f"{heads // slices} of the {heads}" if slices > 1 else f"the {heads}"
@@ -192,8 +193,8 @@ def _mask(
     if method == "ring" and call.axis.size > 1:
         where = f"a window in {dtype} on {device}, only in float32, float64 and bfloat16 on the CPU"
         raise ValueError(
-            "attention over a split sequence can be causal, or within a window, but not over "
-            f"{f'chunks of {local_size}' if window is None else where}; write method='ulysses'"
+            "attention over a split sequence: with method='ring' layers may attend causally or within a window, but "
+            f"not within {f'chunks of {local_size} tokens' if window is None else where}. Write method='ulysses'."
         )
     place = torch.arange(length, device=device)
     first = place.new_zeros(1, 1, 1, 1)  # of all rows and heads
@@ -219,7 +220,7 @@ def _attend(
     if found or dropout:
         what = ", ".join(found) or f"dropout={dropout}"
         raise ValueError(
-            f"attention over a split sequence does not support {what}, which {name} uses; turn it off in the model's "
+            f"attention over a split sequence does not support {what}, which {name} uses. Turn it off in the model's "
             "config."
         )
     call, cut = _masks.get(), module.zerofn_cut
@@ -241,13 +242,13 @@ def _what(name: str, made: _Made | None, layout: What | None, documents: Spans |
     """Return the layout of a layer's attention, as arguments of `attention`. `layout`: the one from `sparse.use`."""
     if layout is not None and made is not None:
         raise ValueError(
-            f"attention over a split sequence has a layout from zerofn.sparse.use, but {name} also asks for a window; "
-            "build the model without a window, and add the window to the layout."
+            f"attention over a split sequence has a layout from zerofn.sparse.use, but {name} also asks for a window. "
+            "Build the model without a window, and add the window to the layout."
         )
     if documents is not None and isinstance(layout, Layout | Blocks):
         raise ValueError(
-            f"attention over a split sequence has documents in its rows, but the {type(layout).__name__} that {name} "
-            "has from zerofn.sparse.use cannot include them; pass a pattern to zerofn.sparse.use."
+            f"attention over a split sequence: rows contain several documents, but the {type(layout).__name__} that "
+            f"{name} has from zerofn.sparse.use cannot be combined with documents. Pass a pattern to zerofn.sparse.use."
         )
     if made is None:
         both = None if layout is None or documents is None else pattern_of(layout) & documents
@@ -255,7 +256,10 @@ def _what(name: str, made: _Made | None, layout: What | None, documents: Spans |
     if made.window is not None:
         return {"causal": False, "layout": made.window if documents is None else made.window & documents}
     if documents is not None:
-        raise ValueError(f"attention over a split sequence has no chunks within documents, as {name} needs.")
+        raise ValueError(
+            f"attention over a split sequence: {name} attends within chunks of each document, which is not supported "
+            "for rows with several documents. Put one document into each row, or give the axis 'context' size 1."
+        )
     return {"mask": made.mask}
 
 
@@ -296,8 +300,8 @@ def _of_parts(
         assert row_digest is not None
         if axis.size > 1 and config._attn_implementation != implementation:
             raise ValueError(
-                f"{name}: its attention was changed to {config._attn_implementation!r}, which sees only a rank's part "
-                f"of the sequences; leave it {implementation!r}, as zerofn.parallel.context has set it."
+                f"{name}: the model's attention was changed to {config._attn_implementation!r}, which sees only a "
+                f"rank's part of the sequences. Leave it {implementation!r}, as zerofn.parallel.context has set it."
             )
         positions = inputs.pop("position_ids")
         if axis.size > 1:
@@ -340,7 +344,7 @@ def _check_inputs(name: str, inputs: Mapping[str, Any], row_digest: Tensor | Non
             "every entry of the result to the model."
         )
     if inputs.get("attention_mask") is not None:
-        raise ValueError(f"{name}: attention over a split sequence takes no attention_mask; leave it out.")
+        raise ValueError(f"{name}: attention over a split sequence does not support attention_mask. Leave it out.")
 
 
 def _run(forward: Callable[..., Any], axis: Axis, spans: Tensor | None, /, *args: Any, **inputs: Any) -> Any:
@@ -365,7 +369,7 @@ def _positions(name: str, ids: Any, positions: Tensor, spans: Tensor | None, dig
     if cut.ways.padding is None:
         return positions
     if spans is not None:
-        raise ValueError(f"{name} counts positions by its padding, so a row may hold only one document.")
+        raise ValueError(f"{name} derives positions from padding tokens, so a row may contain only one document.")
     return _counted_places(ids, positions, cut.ways.padding, cut)
 
 

@@ -60,8 +60,8 @@ def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
     both = getattr(part, "has_gate", False) and getattr(part, "is_concatenated", False)
     if both and re.search(r"\bgate_up_proj(_bias)?$", name) and how.dim is not None and how.parts != 2:
         raise ValueError(
-            f"{name} holds two matrices, one after the other, but the plan slices it as one: write 'packed_colwise' "
-            f"for it, in model.tp_plan | {{...}}."
+            f"{name} stores two matrices, one after the other, but the plan slices it as one matrix. Write "
+            f"'packed_colwise' for it: model.tp_plan | {{...}}."
         )
 
 
@@ -78,5 +78,7 @@ def change_numbers(model: nn.Module, attributes: Attributes, size: int) -> None:
                 value = getattr(part, attribute)
                 changed = change(value, size)
                 if isinstance(value, int) and changed != value and value > size and value % size:
-                    raise ValueError(f"attributes[{key!r}]: {attribute} is {value}, which {size} ranks cannot share.")
+                    raise ValueError(
+                        f"attributes[{key!r}]: {attribute} is {value}, which {size} ranks cannot divide equally."
+                    )
                 setattr(part, attribute, changed)

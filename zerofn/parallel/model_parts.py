@@ -131,8 +131,8 @@ class Parts:
         reads = list(dict.fromkeys(name for _, name in reads_of(region)))
         if not reads:
             raise ValueError(
-                "pipe: expected a loss function that depends on the batch and on the parameters; no operation reads "
-                "both."
+                "pipe: the loss function has no operation that depends on both the batch and the parameters. Pass the "
+                "loss function of the model that you train."
             )
         self._part = _part_of(reads, plan)
         self.points = first_uses(region, self._part.__getitem__)
@@ -157,7 +157,7 @@ class Parts:
         if len(stages) != placement.num_stages - 1:
             raise ValueError(
                 f"pipe: {placement} has {placement.num_stages} stages, so stages= needs {placement.num_stages - 1} "
-                f"name(s): of the part with which each stage but the first begins. Got {len(stages)}."
+                f"name(s), one for each stage after the first: the part with which it begins. Got {len(stages)}."
             )
         order = [name for point in self.points for name in point.leaves]
         found = []

@@ -50,7 +50,7 @@ class Slice:
             ("kind", self.kind, KINDS),
         ):
             if value not in known:
-                raise ValueError(f"Slice: {what}={value!r} is not known; there are {', '.join(map(repr, known))}.")
+                raise ValueError(f"Slice: {what}={value!r} is not known. Write one of {', '.join(map(repr, known))}.")
 
 
 COLWISE = Slice(-2, input="equal", output="cut")
@@ -75,6 +75,7 @@ WORDS: dict[str, Slice] = {
     "local_params": Slice(None, kind="plain", output="equal"),
     "replicate": Slice(None, kind="plain", output="equal"),
 }
+
 
 
 def of_matrix(where: str, how: Slice, num_dims: int) -> Slice:

@@ -28,24 +28,24 @@ def is_transposed(part: nn.Module) -> bool:
     return type(part).__name__ == "Conv1D"
 
 
-def check_module(name: str, part: nn.Module, how: Slice) -> None:
-    """Raise `ValueError` if a module is of another kind than a word of the plan can slice."""
+def check_module(name: str, part: nn.Module, how: Slice, key: str) -> None:
+    """Raise `ValueError` if a module is of another kind than its entry in the plan, `plan[key]`, can slice."""
     kind, weight = type(part).__name__, part._parameters.get("weight")
     if how.dim is None or how.kind not in ("linear", "embedding"):
         return
     if isinstance(part, nn.MultiheadAttention):
         raise ValueError(_whole_attention(name))
     if weight is None:
-        raise ValueError(f"{name}: {kind} has no weight to slice; name its parameter in the plan.")
+        raise ValueError(f"{name}: {kind} has no attribute 'weight' to slice. Name its parameter in the plan instead.")
     if how.kind == "linear" and isinstance(part, nn.Embedding):
         raise ValueError(
-            f"{name}: {kind} is an embedding, but the word is for a linear layer; write 'embedding_rowwise', which "
+            f"{name}: {kind} is an embedding, but plan[{key!r}] is for linear layers. Write 'embedding_rowwise', which "
             "slices it by vocabulary, or 'embedding_colwise', which slices it by features."
         )
     if how.kind == "embedding" and isinstance(part, nn.Linear):
         raise ValueError(
-            f"{name}: {kind} is a linear layer, but the word is for an embedding; write 'colwise' or 'rowwise', or "
-            "'colwise_gather_output' for a head if all ranks need all logits."
+            f"{name}: {kind} is a linear layer, but plan[{key!r}] is for embeddings. Write 'colwise' or 'rowwise', or "
+            "'colwise_gather_output' for an LM head if all ranks need all logits."
         )
     if weight.dim() != 2:
         raise ValueError(
@@ -65,9 +65,9 @@ def check_attention(modules: Mapping[str, nn.Module], cut: Mapping[str, Any]) ->
 
 def _whole_attention(name: str) -> str:
     return (
-        f"{name}: nn.MultiheadAttention computes with all of its weights at once, and calls none of its layers, so "
-        "that ranks cannot have slices of them. Leave it out of the plan; or write the attention with a linear layer "
-        "for each of q, k, v and its output around scaled_dot_product_attention, and cut these."
+        f"{name}: nn.MultiheadAttention computes with all of its weights at once and calls none of its layers, so "
+        "ranks cannot have slices of them. Leave it out of the plan. Or write the attention yourself, with "
+        "scaled_dot_product_attention and a linear layer for each of q, k, v and the output, and slice these layers."
     )
 
 

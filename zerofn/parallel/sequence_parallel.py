@@ -36,8 +36,8 @@ def refuse_outputs_of_layers(key: str, model: nn.Module) -> None:
         for what in _OUTPUTS:
             if asked.get(what) or getattr(config, what, False):
                 raise ValueError(
-                    f"plan[{key!r}]='sequence_parallel': with {what}, the model would treat a part of the tokens as "
-                    "all tokens; set it to False."
+                    f"plan[{key!r}]='sequence_parallel': {what} is True, but each rank has only a part of the tokens "
+                    f"between layers. Set {what} to False."
                 )
 
     @functools.wraps(forward)
@@ -72,8 +72,8 @@ class TokenRegion:
             return forward
         if (how.input, how.output) != ("cut", "sum"):
             raise ValueError(
-                f"plan[{self._key!r}]='sequence_parallel': expected {name} to be 'colwise' or 'rowwise', with sliced "
-                "features between the two."
+                f"plan[{self._key!r}]='sequence_parallel': the linear layer {name} inside must be 'colwise', or be "
+                "'rowwise' and follow a 'colwise' layer. Write one of these words for it."
             )
 
         def run(x: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class TokenRegion:
     def _part_of_sum(self, y: Tensor, name: str) -> Tensor:
         if y.shape[_TOKENS] != self._whole:
             raise ValueError(
-                f"{name}: expected all {self._whole} tokens in dim {_TOKENS} of its output, of which each rank then "
-                f"takes its part (plan[{self._key!r}]='sequence_parallel'), got {list(y.shape)}."
+                f"{name}: with plan[{self._key!r}]='sequence_parallel', the layer's output must have all {self._whole} "
+                f"tokens in dim {_TOKENS}, got {list(y.shape)}."
             )
         return Linear.apply(ReduceScatter(self._axis, dim=_TOKENS), y)[0]
 
@@ -112,25 +112,31 @@ class TokenRegion:
     def _check_whole_parameters(self, cut: set[str], varied: set[str]) -> None:
         where = f"plan[{self._key!r}]='sequence_parallel'"
         if not self._owners and any(next(x.children(), None) is not None for x in self._layers.values()):
-            raise ValueError(f"{where}: expected a 'colwise' layer inside, which gathers all tokens, found none.")
+            raise ValueError(
+                f"{where}: the layers contain no 'colwise' layer, before which tokens would be gathered. Add 'colwise' "
+                "and 'rowwise' entries for their linear layers."
+            )
         for name in self._owners.keys() & self._layers.keys():
             raise ValueError(
-                f"{where}: {name} itself has 'colwise' layers, so it would get all tokens instead of a part; move "
-                "these layers into a submodule, such as an MLP."
+                f"{where}: {name} has 'colwise' layers as direct children, so {name} itself would get all tokens "
+                "instead of a part. Move these layers into a submodule, such as an MLP."
             )
         for name, part in self._inside():
             owned = [x for x in self._owners if name == x or name.startswith(f"{x}.") or x.startswith(f"{name}.")]
             mixes = isinstance(part, nn.MultiheadAttention | nn.RNNBase | nn.Conv1d)
             if mixes or not owned and (hasattr(part, "is_causal") or size_of_head(part) > 1):
-                raise ValueError(f"{where}: {name} reads several tokens at once, so the plan must slice its layers.")
+                raise ValueError(
+                    f"{where}: {name} combines several tokens, but would get only a part of them. Add 'colwise' and "
+                    "'rowwise' entries for its linear layers."
+                )
             if not any(name == x or name.startswith(f"{x}.") for x in self._owners) or name in varied | self._free:
                 continue
             for last in part._parameters:
                 if f"{name}.{last}" not in cut:
                     raise ValueError(
-                        f"{where}: {name}.{last} is whole, in a module whose layers are sliced, so its gradient would "
-                        "be counted once for each rank; slice it, or write 'replicated_with_grad_allreduce' for its "
-                        "module."
+                        f"{where}: {name}.{last} is not sliced, but other layers of its module are, so its gradient "
+                        "would be counted once for each rank. Slice it, or write 'replicated_with_grad_allreduce' for "
+                        f"{name}."
                     )
 
     def _of_whole(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,15 +151,16 @@ class TokenRegion:
             if first:
                 if num % size:
                     raise ValueError(
-                        f"plan[{self._key!r}]='sequence_parallel': {size} ranks of {self._axis.name!r} cannot share "
-                        f"sequences of {num} tokens; pad them to {num + -num % size}, or shorten them."
+                        f"plan[{self._key!r}]='sequence_parallel': {size} ranks along {self._axis.name!r} cannot "
+                        f"divide sequences of {num} tokens equally. Pad them to {num + -num % size}, or shorten them."
                     )
                 self._whole = num
                 return _moved(Take(self._axis, (num // size,) * size), x)
             if num * size != self._whole:
                 raise ValueError(
                     f"plan[{self._key!r}]='sequence_parallel': a layer got {num} tokens, but the layer before it "
-                    f"returned {self._whole // size}; the layers must be called one after the other."
+                    f"returned {self._whole // size}. The layers must be called one after the other, each with the "
+                    "output of the one before."
                 )
             return x
 
@@ -197,7 +204,8 @@ def _with_first(forward: Callable[..., Any], change: Callable[[Tensor], Tensor])
         name = "hidden_states" if "hidden_states" in kwargs else name
         if name is None:
             raise TypeError(
-                "a layer with the plan word 'sequence_parallel' expects a tensor as an argument, and got none."
+                "a layer for which the plan says 'sequence_parallel' was called without a tensor. Pass its input as an "
+                "argument."
             )
         return forward(*args, **kwargs | {name: change(kwargs[name])})
 

@@ -49,14 +49,14 @@ def small_twin(model: nn.Module, parts: int, kind_of: Callable[[str], Any] = lam
     """
     config = getattr(model, "config", None)
     if not hasattr(model, "_from_config") or not hasattr(config, "get_text_config"):
-        raise NoTwin("it is no model of transformers")
+        raise NoTwin(f"{type(model).__name__} is not a transformers model")
     errors = []
     for candidate in _candidates(model, config, parts, kind_of):
         try:
             with torch.device("meta"):
                 size = sum(x.numel() for x in _new(model, candidate).parameters())
             if size > _MOST:
-                errors.append(f"{size} parameters are the fewest")
+                errors.append(f"the smallest model has {size:,} parameters")
                 continue
             with torch.random.fork_rng(()):
                 torch.manual_seed(0)
@@ -67,7 +67,7 @@ def small_twin(model: nn.Module, parts: int, kind_of: Callable[[str], Any] = lam
         _refuse_other_modules(model, twin)
         _fill(twin)
         return twin
-    raise NoTwin(f"its config cannot be made small ({'; '.join(dict.fromkeys(errors))})")
+    raise NoTwin(f"the model's config cannot be made small: {'; '.join(dict.fromkeys(errors))}")
 
 
 def few_ranks(size: int) -> int:
@@ -84,7 +84,7 @@ def inputs_of(twin: nn.Module, length: int) -> dict[str, Tensor]:
         sides = tuple(image) if isinstance(image, list | tuple) else (image, image)
         return {name: torch.randn(2, config.num_channels, *sides, generator=numbers, dtype=torch.float64)}
     if name != "input_ids":
-        raise NoTwin(f"it takes {name}")
+        raise NoTwin(f"the model's input is {name}, not tokens or an image")
     ids = rows_of(twin, length)
     return {name: ids, "decoder_input_ids": ids.flip(0)} if config.is_encoder_decoder else {name: ids}
 
@@ -141,7 +141,7 @@ def _refuse_other_modules(model: nn.Module, twin: nn.Module) -> None:
     other = kinds(model) ^ kinds(twin)
     if other:
         names = sorted(name for name, _ in other)
-        raise NoTwin(f"{names[0]!r} is not what its config makes")
+        raise NoTwin(f"the module {names[0]!r} differs from the one in a model that is built from the config")
 
 
 @torch.no_grad()

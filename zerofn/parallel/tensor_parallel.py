@@ -68,7 +68,7 @@ def tensor(
     if plan is None:
         plan = own
         if not plan:
-            raise ValueError(f"{type(model).__name__} has no tp_plan; pass plan={{'layers.*.up': 'colwise', ...}}.")
+            raise ValueError(f"{type(model).__name__} has no tp_plan. Pass plan={{'layers.*.up': 'colwise', ...}}.")
     if axis.size == 1:
         return {}
     once("tensor", model)
@@ -192,11 +192,13 @@ class _Maker:
             cut = equal(TENSOR, dim, param.shape[dim], size, how.parts, unit)
             heads = param.shape[dim] // (how.parts * unit)
             if unit > 1 and heads > size and heads % size:  # queries would meet keys of other heads
-                raise ValueError(f"{heads} heads cannot be shared by {size} ranks")
+                raise ValueError(f"{size} ranks cannot divide {heads} heads equally")
             if len(set(cut.slices)) < size and (how.kind, how.output) != ("linear", "cut"):  # sums would count twice
-                raise ValueError(f"there are fewer {'heads' if unit > 1 else 'entries of this dim'} than ranks")
+                raise ValueError(f"there are fewer {'heads' if unit > 1 else f'entries in dim {dim}'} than ranks")
         except ValueError as error:
-            raise ValueError(f"{where}: {self._axis.size} ranks of {TENSOR!r} cannot share it: {error}.") from None
+            raise ValueError(
+                f"{where}: the plan cannot slice {name!r} over {self._axis.size} ranks along {TENSOR!r}: {error}."
+            ) from None
         if self.cuts.setdefault(name, cut) != cut:
             raise ValueError(
                 f"{where}: the plan slices dim {dim} of {name!r} here, but dim {self.cuts[name].dim} for another "
@@ -237,7 +239,7 @@ class _Maker:
         transposed = is_transposed(part)
         weight, bias = part._parameters.get("weight"), part._parameters.get("bias")
         cut = None
-        check_module(name, part, how)
+        check_module(name, part, how, self._taken[name])
         if how.dim is not None and weight is not None:
             dim = how.dim
             if how.kind == "linear":
@@ -263,12 +265,15 @@ class _Maker:
         elif how.kind == "experts":
             if "forward" in vars(part):
                 raise ValueError(
-                    f"{name}: its forward was replaced before, for example by zerofn.moe.experts; call "
-                    "zerofn.parallel.tensor first."
+                    f"{name}: the forward of these experts was already replaced, for example by zerofn.moe.experts. "
+                    "Call zerofn.parallel.tensor first."
                 )
             part.forward = CutExperts(forward, axis, self.cuts, in_parts=region is not None)
         elif region is not None and (how.kind, how.output) != ("plain", "equal"):
-            raise ValueError(f"{name}: this word cannot be used inside layers that are 'sequence_parallel'.")
+            raise ValueError(
+                f"{name}: plan[{self._taken[name]!r}] does not work inside layers that are 'sequence_parallel'. Leave "
+                "one of the two out of the plan."
+            )
         elif how.kind == "embedding" and how.dim == 0 and cut is not None:
             part.forward = _rows_of_vocabulary(part, forward, cut, axis)
         elif how.kind == "embedding" and how.output == "concat":
@@ -308,7 +313,8 @@ class _Maker:
         size = getattr(self._modules[name.rpartition(".")[0]], "qk_rope_head_dim", None)
         if not isinstance(size, int):
             raise ValueError(
-                f"{name}: the word mla_kv_a_proj needs a layer of an attention module with qk_rope_head_dim."
+                f"{name}: the plan's word 'mla_kv_a_proj' works only for a layer of an attention module that has the "
+                "attribute qk_rope_head_dim."
             )
         varied = VaryLast(self._axis, size, name)
         return lambda y: Linear.apply(varied, y)[0]

@@ -58,7 +58,7 @@ def apply_checked(program: Program, each: Pass) -> None:
         raise
     try:
         if any(x is not None for x in returned):
-            raise _Unsound("its function returned a value; change program.gm, and return None")
+            raise _Unsound("its function returned a value. Change program.gm, and return None")
         _check(program, before)
     except _Unsound as error:
         raise PassError(f"the pass {each.name!r} cannot be used: {error}.") from error.__cause__
@@ -99,7 +99,7 @@ def _impurity(program: Program) -> CaptureError | None:
 
 def _check(program: Program, before: _Facts) -> None:
     if program.gm is not before.gm:  # the decisions about memory are in its metadata
-        raise _Unsound("it put another module in the place of program.gm; change program.gm.graph in place")
+        raise _Unsound("it assigned another module to program.gm. Change program.gm.graph in place")
     for gm, facts in before.graphs.items():
         _check_inputs(gm.graph, facts)
     for gm in graphs_of(program.gm):
@@ -110,11 +110,14 @@ def _check(program: Program, before: _Facts) -> None:
         if was is not None:
             _check_signature(was, now)
         if new := now.written - (was.written if was is not None else set()):
-            raise _Unsound(f"it writes to {min(new)!r}, which is not the step's own; write to a clone of it")
+            raise _Unsound(
+                f"it adds a write to {min(new)!r}, which belongs to the state, the batch, a constant or a gathered "
+                f"unit. Let the new operation write to a clone of {min(new)!r}"
+            )
         if new := now.unwaited - (was.unwaited if was is not None else set()):
             raise _Unsound(
-                f"{min(new)!r} starts a transfer whose result is read without torch.ops.zerofn.wait; read what the "
-                "wait returns"
+                f"the result of the transfer {min(new)!r} is read without torch.ops.zerofn.wait. Read the value that "
+                "torch.ops.zerofn.wait returns"
             )
         if was is not None:
             _check_overwritten(was, now)
@@ -122,7 +125,7 @@ def _check(program: Program, before: _Facts) -> None:
         _check_places(gm.graph)
     error = _impurity(program) if before.pure else None
     if error is not None:
-        raise _Unsound(f"what it leaves could not have been captured: {str(error).rstrip('.')}") from error
+        raise _Unsound(f"capture would refuse the changed step: {str(error).rstrip('.')}") from error
 
 
 def _check_inputs(graph: Graph, before: _GraphFacts) -> None:
@@ -132,7 +135,7 @@ def _check_inputs(graph: Graph, before: _GraphFacts) -> None:
         if node.op != "placeholder":
             first = first or node
         elif first is not None and node in before.calls:
-            raise _Unsound(f"{first.name!r} stands before the input {node.name!r}; put it behind all inputs")
+            raise _Unsound(f"it put {first.name!r} before the input {node.name!r}. Put {first.name!r} after all inputs")
 
 
 def _overwritten(graph: Graph) -> dict[tuple[str, str], str]:
@@ -152,9 +155,9 @@ def _check_overwritten(was: _GraphFacts, now: _GraphFacts) -> None:
     for (reader, value), writer in now.overwritten.items():
         if (reader, value) not in was.overwritten:
             raise _Unsound(
-                f"{reader!r} reads {value!r} after {writer!r} has written to its memory. Read it earlier, or put the "
-                'pass where nothing is overwritten yet: zerofn.passes.before("donate", ...), where '
-                "compile(passes=[mine]) has it"
+                f"{reader!r} reads {value!r} after {writer!r} has overwritten the memory of {value!r}. Read it "
+                "earlier, or run the pass before updates are in place: "
+                'zerofn.passes.before("donate", ...), as compile(passes=[mine]) does'
             )
 
 
@@ -177,8 +180,8 @@ def _check_messages(was: _GraphFacts, now: _GraphFacts) -> None:
     moved += [x for x, before in was.waits.items() if now.waits.get(x, before) < before and kept == was.messages]
     if moved:
         raise _Unsound(
-            f"{moved[0]!r} is a message between stages, or the wait for one, and stands before another than it did; "
-            "ranks could wait for each other for ever. Move what computes instead"
+            f"it moved {moved[0]!r}, a message between pipeline stages or the wait for one. Ranks could then wait for "
+            "each other forever. Leave messages in their order, and move the operations that compute instead"
         )
 
 
@@ -192,8 +195,8 @@ def _check_places(graph: Graph) -> None:
             same = place[0] == other_place[0]
             if same and place[1] < other_place[1] + other.nbytes and other_place[1] < place[1] + span.nbytes:
                 raise _Unsound(
-                    f"{span.node.name!r} is needed after {other.node.name!r} has got its place in memory; put the pass "
-                    'in front of the one that gives places: zerofn.passes.before("assign_buffers", ...)'
+                    f"{span.node.name!r} is read after {other.node.name!r} has overwritten it in a static buffer. Run "
+                    'the pass before memory is assigned: zerofn.passes.before("assign_buffers", ...)'
                 )
 
 
@@ -211,10 +214,10 @@ def _check_nodes(gm: GraphModule, before: _GraphFacts | None) -> None:
     try:
         gm.graph.lint()
     except Exception as error:
-        raise _Unsound(f"torch.fx finds its graph broken: {str(error).rstrip('.')}") from error
+        raise _Unsound(f"torch.fx finds an error in the changed graph: {str(error).rstrip('.')}") from error
     for node in gm.graph.nodes:
         if node.op not in _KINDS:
-            raise _Unsound(f"{node.name!r} is a {node.op}; use graph.call_function with an overload of torch.ops")
+            raise _Unsound(f"{node.name!r} is a {node.op}. Use graph.call_function with an overload of torch.ops")
         if node.op == "get_attr":
             _check_attribute(gm, node)
         elif node.op == "call_function" and (before is None or node.target not in before.targets):
@@ -234,8 +237,8 @@ def _check_target(node: Node) -> None:
         packet = isinstance(node.target, type(torch.ops.aten.add))
         name = f"{node.target}.default" if packet else getattr(node.target, "__name__", node.target)
         raise _Unsound(
-            f"{node.name!r} calls {name if not packet else node.target}, which is no overload of torch.ops; write "
-            + (f"torch.ops.{name}" if packet else "for instance torch.ops.aten.gelu.default")
+            f"{node.name!r} calls {name if not packet else node.target}, which is not an overload of torch.ops. Write "
+            + (f"torch.ops.{name}" if packet else "an overload, such as torch.ops.aten.gelu.default")
         )
 
 
@@ -247,7 +250,7 @@ def _complete(gm: GraphModule, before: _GraphFacts | None) -> None:
     try:
         _update_values(gm.graph, changed)
     except Exception as error:
-        raise _Unsound(f"its operations do not fit together: {str(error).rstrip('.')}") from error
+        raise _Unsound(f"an operation does not accept its inputs: {str(error).rstrip('.')}") from error
     continue_phases(gm.graph, known)
 
 
@@ -278,10 +281,12 @@ def _alike(a: Any, b: Any) -> bool:
 def _check_signature(was: _GraphFacts, now: _GraphFacts) -> None:
     for what, old, new in (("takes", was.inputs, now.inputs), ("returns", was.outputs, now.outputs)):
         if len(old) != len(new):
-            raise _Unsound(f"the graph {what} {len(new)} values; it was {len(old)}, which must stay")
+            raise _Unsound(
+                f"the graph {what} {len(new)} values, but must take and return as many as before: {len(old)}"
+            )
         for k, (a, b) in enumerate(zip(old, new, strict=True)):
             if a != b and a is not None:
-                raise _Unsound(f"the graph {what} {b} as value {k}; it was {a}, which must stay")
+                raise _Unsound(f"the graph {what} {b} as value {k}, which must stay as it was: {a}")
 
 
 def _signature(x: Any) -> str | None:

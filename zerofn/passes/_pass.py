@@ -96,22 +96,26 @@ def edited(ours: list[Pass], edit: Edit) -> list[Pass]:
     found = edit(list(ours))
     if not isinstance(found, list | tuple):
         raise ValueError(
-            f"compile: passes= is a function that takes the list of passes and returns one; it returned {found!r}."
+            "compile: the function given as passes= receives the list of all passes, and must return a list of passes, "
+            f"but returned {found!r}."
         )
     for k, each in enumerate(found):
         if not isinstance(each, Pass):
-            raise ValueError(f"compile: passes= returned {each!r} as item {k} of its list; write zerofn.Pass(fn).")
+            raise ValueError(
+                f"compile: the function given as passes= returned a list whose item {k} is {each!r}, not a "
+                "zerofn.Pass. Write zerofn.Pass(fn) instead of fn."
+            )
     needed = [x for x in ours if x.required]
     kept = [x for x in found if x in needed]
     missing = [x.name for x in needed if x not in kept]
     if missing:
         raise ValueError(
-            f"compile: passes= leaves out {missing[0]!r}, without which results would be wrong. Keep the passes named "
-            f"{', '.join(x.name for x in needed)}, in this order."
+            f"compile: the function given as passes= leaves out the pass {missing[0]!r}, without which results would "
+            f"be wrong. Keep the passes {', '.join(x.name for x in needed)}, in this order."
         )
     if kept != needed:
         raise ValueError(
-            f"compile: passes= must keep {', '.join(x.name for x in needed)} once each, in this order; "
-            f"it returned {', '.join(x.name for x in kept)}."
+            "compile: the function given as passes= must keep each of these passes once, in this order: "
+            f"{', '.join(x.name for x in needed)}. It returned them as {', '.join(x.name for x in kept)}."
         )
     return list(found)

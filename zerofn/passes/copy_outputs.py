@@ -23,8 +23,8 @@ def copy_outputs(program: Program) -> None:
     for name, tier, value in zip(program.state.names, _tiers(program), outputs[: program.num_new], strict=False):
         if tier == "nvme" and value.op == "placeholder":
             raise CaptureError(
-                f"{name} is on a drive, in one place: the state that is returned and the old one "
-                "would share it. Leave out donate=False, or keep the state in memory."
+                f"{name} is stored on a drive, with room for one state only, but a step with donate=False needs room "
+                "for the old state and the new one. Leave out donate=False, or store the state in memory."
             )
     taken: set[Node] = set()
     for k, value in enumerate(outputs):

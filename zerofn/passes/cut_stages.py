@@ -114,9 +114,8 @@ class _Pipelined:
             return
         k = max(range(len(rows)), key=rows.__getitem__)
         raise ValueError(
-            f"pipe: aux{self._node.meta[NAMES][k]} ({in_words(rows[k])} a step) is made on stage "
-            f"{self._cut.homes[self._num_sums + k][0]}, and a step returns the same on all ranks; return a metric of "
-            "it."
+            f"pipe: aux{self._node.meta[NAMES][k]} is computed on stage {self._cut.homes[self._num_sums + k][0]}, and "
+            f"would be sent to all ranks: {in_words(rows[k])} in every step. Return a metric of it, such as its mean."
         )
 
     # actions

@@ -24,8 +24,9 @@ def write_after_checks(program: Program) -> None:
         if in_place_of(node.target) is not None or any(x in after for x in node.all_input_nodes):
             if traits(node).checks:
                 raise CaptureError(
-                    f"zerofn.same{node.meta.get('line', '')} is given a value that is computed from the new state, and "
-                    "a check comes before the state is written. Check the value that it comes from, or the old state."
+                    f"zerofn.same{node.meta.get('line', '')} checks a value that is computed from the new state, but "
+                    "ranks are compared before the new state is written. Check a value of the batch or of the old "
+                    "state instead."
                 )
             after[node] = None
     for node in reversed(after):

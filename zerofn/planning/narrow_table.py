@@ -23,7 +23,7 @@ _SHORTER = {
     " of host memory too little": " short on the host",
     " of room on drives too little": " short on drives",
     " for the state alone": "",
-    "the least that it takes is": "takes at least",
+    "it needs at least": "needs at least",
 }  # a column has less room than a sentence
 
 

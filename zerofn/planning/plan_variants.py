@@ -255,7 +255,7 @@ class RowPlanner:
             try:
                 choices = self._choices(found.pipeline, program, config)
             except OverBudget as error:
-                return Row(config, found.needs, f"the least that it takes is {in_words(error.least)}", None)
+                return Row(config, found.needs, f"it needs at least {in_words(error.least)}", None)
             found.pipeline.finish(program, choices=choices, budget=_budget(config))
             plan = Plan(program, m, found.fake)
         memory = plan.memory()

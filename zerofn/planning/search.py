@@ -148,8 +148,8 @@ class Search:
     def _rows(self, step: Step, mesh: Mesh, asked: Asked) -> list[Row]:
         if isinstance(step.train_step, Diloco):
             raise ValueError(
-                "plan(mesh='auto') does not support zerofn.diloco; plan its step on one mesh, such as "
-                "{'replicate': 2, 'data': 8}, or plan its inner step with mesh='auto', on the ranks of one replica."
+                "plan(mesh='auto') does not support zerofn.diloco. Plan the diloco step on one mesh, such as "
+                "{'replicate': 2, 'data': 8}. Or plan its inner step with mesh='auto', on the ranks of one replica."
             )
         planner = planner_of(step, mesh, self._machine, self._written, self._initials)
         self._check(step, mesh, planner.num_tokens / planner.num_rows)
@@ -182,8 +182,8 @@ class Search:
         assert step.layers is not None
         if mesh.stages.size > 1:
             raise ValueError(
-                f"stages of {step.layers.number} layers cannot be estimated from fewer layers; for a full plan write "
-                f"--mesh {','.join(f'{x.name}={x.size}' for x in mesh.axes if x.size > 1)}."
+                f"a pipeline of {step.layers.number} layers cannot be estimated from a model with fewer layers. For a "
+                f"full plan, write --mesh {','.join(f'{x.name}={x.size}' for x in mesh.axes if x.size > 1)}."
             )
         self._depths[(*depths_of(step.layers), step.layers.number)] = None
         estimator = Estimator(step, mesh, self._machine, self._written, self._initials)

@@ -44,7 +44,8 @@ class Options(NamedTuple):
             )
         if isinstance(self.watch, str) or not isinstance(self.watch, Sequence):
             raise TypeError(
-                f"compile: watch must be a list, got {self.watch!r}. Write watch=[settings, lambda: rate()]."
+                f"compile: watch must be a list, got {self.watch!r}. Write a list, for example "
+                "watch=[settings, lambda: len(vocabulary)]."
             )
         return self if self.schedule is None else self._replace(schedule=as_given(self.schedule, "compile"))
 

@@ -46,7 +46,9 @@ class Action(NamedTuple):
         """Return the action of a text such as "2F0": stage, kind, microbatch. Raises `ValueError` for another one."""
         found = _COMPUTED.fullmatch(text.strip())
         if not found:
-            raise ValueError(f"{text!r} is no action; write stage, kind and microbatch, as 2F0, 1B3, 1I3 or 1W3.")
+            raise ValueError(
+                f"{text!r} is not an action. Write stage, kind and microbatch, such as 2F0, 1B3, 1I3 or 1W3."
+            )
         return cls(int(found[1]), cast(Kind, found[2]), int(found[3]))
 
     @property
@@ -164,7 +166,7 @@ class Schedule:
         orders = tuple(tuple(whole_at_first(_read(row, f"{name}, line {i + 1}"))) for i, row in enumerate(rows))
         every = [action for order in orders for action in order]
         if not every:
-            raise ValueError(f"{name}: no action in it; write a line a rank, such as 0F0,0B0.")
+            raise ValueError(f"{name} has no actions. Write one line for each rank, such as 0F0,0B0.")
         microbatches = 1 + max(action.microbatch for action in every)
         return cls(name, _placement_of(orders, name), microbatches, orders)
 
@@ -201,6 +203,6 @@ def _placement_of(orders: tuple[tuple[Action, ...], ...], name: str) -> Placemen
             return placement
     found = "; ".join(f"line {r + 1}: {', '.join(map(str, x)) or 'none'}" for r, x in enumerate(stages))
     raise ValueError(
-        f"{name}: stages are on ranks as in no placement ({found}). With r lines, expected "
-        f"stage s on line s modulo r, or down the lines and up again; the same number on each."
+        f"{name}: ZeroFn does not support this assignment of stages to ranks: {found}. Each of the r lines must have "
+        "the same number of stages. Put stage s on line s modulo r, or number the stages down the lines and up again."
     )

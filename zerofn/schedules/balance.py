@@ -59,8 +59,8 @@ def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> t
     """
     if len(parts) < placement.num_stages:
         raise ValueError(
-            f"{placement} has {placement.num_stages} stages, and the model has {len(parts)} parts for them; take fewer "
-            f"ranks or chunks, or cut the model more finely."
+            f"{placement} has {placement.num_stages} stages, but the model has only {len(parts)} parts. Use fewer "
+            "ranks or chunks, or divide the model into more parts."
         )
     search = _Search(parts, placement, microbatches)
     bounds = search.improved(search.equal(placement.num_stages), search.by_time)

@@ -78,7 +78,7 @@ def _wrong_entries(schedule: Schedule, rank: int, order: tuple[Action, ...]) -> 
             yield f"{where}: stage 0 has no input that needs a gradient; write 0B{k} for its backward pass."
         first = next((seen[x] for x in _same_work(action) if x in seen), None)
         if first is not None:
-            yield f"{where}: entry {first} ({order[first]}) has done this already; remove one of them."
+            yield f"{where}: entry {first} ({order[first]}) has already done this work. Remove one of the two entries."
         seen[action] = i
 
 
@@ -103,7 +103,10 @@ def _missing(schedule: Schedule) -> Iterator[str]:
                 continue
             if len(absent) == 1:
                 other = next(x for x in halves if x in there)
-                yield f"stage {stage} has {other} and no {absent[0]}; add that to rank {rank}, or write {whole}."
+                yield (
+                    f"stage {stage} has {other} but no {absent[0]}; add {absent[0]} to rank {rank}, or write {whole} "
+                    "for both."
+                )
             else:
                 both = f", or {halves[0]} and {halves[1]}," if stage else ""
                 yield f"stage {stage} has no B of microbatch {k}; add {whole}{both} to rank {rank}."

@@ -126,7 +126,7 @@ def _check(edge: Edge, schedule: Schedule) -> None:
         raise ValueError(f"{edge}: {schedule.placement} has stages 0 to {schedule.num_stages - 1}.")
     down = edge.source < edge.target
     if edge.source == edge.target or down != (edge.kind == "F"):
-        raise ValueError(f"{edge}: values of kind F go to later stages, those of kind I to earlier ones.")
+        raise ValueError(f"{edge}: values of kind F are sent to later stages, and values of kind I to earlier stages.")
 
 
 def _sent(schedule: Schedule, edges: Sequence[Edge]) -> defaultdict[Action, list[Message]]:

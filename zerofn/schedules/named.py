@@ -153,7 +153,9 @@ def make(name: ScheduleName, ranks: int, microbatches: int, chunks: int | None =
             f"schedule {name!r} needs at least 1 rank, microbatch and chunk, got {ranks}, {microbatches} and {chunks}."
         )
     if chunks != row.chunks and not row.any_chunks:
-        raise ValueError(f"schedule {name!r} has chunks={row.chunks}, got {chunks}; 'interleaved' takes any number.")
+        raise ValueError(
+            f"schedule {name!r} needs chunks={row.chunks}, got {chunks}. For another number, write 'interleaved'."
+        )
     orders = (row.order(rank, ranks, microbatches, chunks) for rank in range(ranks))
     placement = row.placement(ranks, chunks)
     return Schedule(name, placement, microbatches, tuple(tuple(whole_at_first(x)) for x in orders))

@@ -36,7 +36,7 @@ class Costs:
         for name in ("i", "w", "down", "up", "saved", "kept"):
             given, wanted = len(getattr(self, name)), n - 1 if name in ("down", "up") else n
             if given != wanted:
-                raise ValueError(f"costs of {n} stages have {wanted} numbers in {name!r}, got {given}.")
+                raise ValueError(f"costs of {n} stages need {wanted} numbers in {name!r}, got {given}.")
 
     @classmethod
     def even(cls, stages: int, f: float = 1.0, i: float = 1.0, w: float = 1.0, send: float = 0.0) -> Costs:
@@ -125,7 +125,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     15.0
     """
     if len(costs.f) != schedule.num_stages:
-        raise ValueError(f"{schedule.placement} has {schedule.num_stages} stages, the costs are of {len(costs.f)}.")
+        raise ValueError(
+            f"{schedule.placement} has {schedule.num_stages} stages, but the costs are for {len(costs.f)}."
+        )
     placement = schedule.placement
     made: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
@@ -137,7 +139,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         spans[rank].append(Span(action, start, free[rank]))
     for rank, order in enumerate(schedule.orders):
         if len(spans[rank]) < len(order):
-            raise ValueError(f"schedule {schedule.name!r}: ranks wait for each other; see zerofn.schedules.check.")
+            raise ValueError(
+                f"schedule {schedule.name!r}: ranks would wait for each other forever. Call zerofn.schedules.check, "
+                "which names the actions that wait."
+            )
     makespan = max(free)
     busy = [sum(x.stop - x.start for x in rank_spans) for rank_spans in spans]
     fixed = costs.fixed or (0.0,) * schedule.ranks

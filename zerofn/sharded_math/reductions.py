@@ -163,7 +163,7 @@ def norms(values: Any) -> tuple[list[str], Tensor]:
     if parts.tracked:
         raise RuntimeError(
             "leaf_norms has no derivative. Write it with torch.linalg.vector_norm on the gathered "
-            "leaves, use zerofn.global_norm, or detach what it is given."
+            "leaves, use zerofn.global_norm, or detach the values that you pass to it."
         )
     return parts.names, _norms(parts)
 
@@ -196,8 +196,8 @@ def vdot(a: Any, b: Any) -> Tensor:
     """
     if tree.structure(a) != tree.structure(b):
         raise ValueError(
-            "vdot: the two trees are not of one structure and layout; where one is sharded and the other "
-            "not, write zerofn.scatter(tree, like=sharded) first."
+            "vdot: the two trees differ in structure or layout. If only one of them is sharded, call "
+            "zerofn.scatter(tree, like=sharded) on the other first."
         )
     parts = _Parts.of(a, b)
     return _Vdot.apply(parts, *parts.tensors[0], *parts.tensors[1]) if parts.tracked else _vdot_of(parts)

@@ -135,8 +135,8 @@ def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
         found, wire = resolve(precision), wires.given(wire)
         if found.wire not in (None, wire):
             raise ValueError(
-                f"shard: the argument has wire={wire!r}, and the precision has wire={found.wire!r}. Leave "
-                "one of them out."
+                f"shard: the wire codec is given twice: wire={wire!r} is an argument of shard, and precision= contains "
+                f"wire={found.wire!r}. Leave one of them out."
             )
         return replace(found, wire=wire)
     if precision is None:

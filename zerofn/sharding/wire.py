@@ -83,7 +83,7 @@ class Wire:
                 why = (
                     "a sum needs more than 4 bits, or feedback=True"
                     if form == "int4"
-                    else f"forms are {', '.join(known)} and None"
+                    else f"the codecs are {', '.join(known)} and None"
                 )
                 raise ValueError(f"zerofn.Wire: {what}={form!r} is not possible: {why}. Write {what}={near}.")
         if self.block not in BLOCKS:
@@ -112,10 +112,11 @@ class Wire:
                 "rounding='nearest', or leave feedback out."
             )
         if self.rounding == STOCHASTIC and self.reduce not in REDUCES[1:]:
-            why = "bfloat16 is rounded to nearest" if self.reduce else "parameters are gathered as the nearest codes"
+            sent = "in bfloat16, rounded to nearest" if self.reduce else "without a codec"
             raise ValueError(
-                f"zerofn.Wire: rounding='stochastic' needs gradients in blocks of codes, but reduce={self.reduce!r}: "
-                f"{why}. Write reduce='int8' or reduce='fp8', or leave rounding out."
+                "zerofn.Wire: rounding='stochastic' works only for gradients in 8-bit codes, but with "
+                f"reduce={self.reduce!r} gradients are sent {sent}. Write reduce='int8' or reduce='fp8', or leave "
+                "rounding out."
             )
 
     def __repr__(self) -> str:

@@ -159,8 +159,8 @@ class Diloco:
         names = [axis.name for axis in mesh.axes]
         if self.axis not in names or not mesh.axis(self.axis).kind.replicas:
             raise ValueError(
-                f"diloco: axis={self.axis!r} must be an axis of replicas of the state's mesh, whose axes are {names}. "
-                "Write zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
+                f"diloco: axis={self.axis!r} must be the mesh axis along which the replicas lie, but the state's mesh "
+                f"has the axes {names}. Write zerofn.shard(..., mesh=zerofn.Mesh.make(replicate=2, data=-1))."
             )
         return _replicas(ByIdentity(mesh), self.axis)
 

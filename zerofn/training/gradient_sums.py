@@ -75,8 +75,8 @@ class GradientSums:
         feeds_back = any(is_sharded(x) and x.spec.precision.feeds_back for x in self.nodes)
         if feeds_back and not self.apart and self.errors is None:
             raise ValueError(
-                "value_and_grad: the parameters were sharded with feedback=True, which needs the rounding errors in "
-                "their state. Write state.value_and_grad(loss_fn), and state.apply_gradients(grads)."
+                "value_and_grad: the parameters were sharded with feedback=True, which stores rounding errors in the "
+                "TrainState. Write state.value_and_grad(loss_fn) and state.apply_gradients(grads) instead."
             )
         if self.draw and rng is None:
             raise ValueError(

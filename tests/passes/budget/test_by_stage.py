@@ -85,7 +85,7 @@ def test_a_budget_below_the_least_is_told_on_every_rank(ranks):
 
 
 def refused():
-    with pytest.raises((MemoryError, RuntimeError), match="on this stage of the pipeline: the least that it takes is"):
+    with pytest.raises((MemoryError, RuntimeError), match="on this stage of the pipeline. It needs at least"):
         Trained("1f1b", 3, memory=1_000_000)
 
 

@@ -100,7 +100,8 @@ def load(folder: Path, like: Any, io: Any, weights_only: bool | None, whole: boo
     if not kept.is_file():
         raise zerofn.CheckpointError(
             f"{folder} has a state of step {int(stepped.step)}, but no file {kept.name!r}, in which Lightning stores "
-            "the position in the data and its callbacks. It was not saved by ZeroFnStrategy, or the file was removed."
+            "the position in the data and the state of its callbacks. Either this checkpoint was not saved by "
+            "ZeroFnStrategy, or the file was removed."
         )
     found = {"state_dict": {}, **io.load_checkpoint(kept, weights_only=weights_only)}
     if whole:

@@ -104,8 +104,9 @@ class Lender:
         for name, value, mine in written:
             if mine.dtype != value.dtype:
                 raise ValueError(
-                    f"{type(self._module).__name__}: an evaluation step wrote to {name!r}, which is {mine.dtype}, but "
-                    f"{value.dtype} during the evaluation. Write to it in a hook, such as on_validation_epoch_end."
+                    f"{type(self._module).__name__}: an evaluation step wrote to {name!r}, of which evaluation steps "
+                    f"have a copy in {value.dtype}, but the module stores {name!r} in {mine.dtype}. Write to {name!r} "
+                    "in a hook, such as on_validation_epoch_end."
                 )
             mine.data.copy_(value)
             self._written.add(name)

@@ -257,7 +257,7 @@ class ZeroFnStrategy(Ranks):
         if self._groups.has_changed():
             if self._steps.sums is not None:
                 raise ValueError(
-                    f"{type(self.lightning_module).__name__}: the trained parameters changed between microbatches. "
+                    f"{type(self.lightning_module).__name__}: the set of trained parameters changed within an update. "
                     "Change requires_grad, or the optimizer, before the first microbatch of an update."
                 )
             self._relay(self._groups)

@@ -84,9 +84,9 @@ def check_overrides(trainer: Any) -> None:
         own = _override(trainer, name)
         if own is not None and (not _names(own.__code__, "super") or any(_names(own.__code__, x) for x in _GRADIENTS)):
             raise ValueError(
-                f"{kind}.{name}{_at(own)} uses gradients, which exist inside the compiled step only. "
-                "TrainingArguments(max_grad_norm=...) clips them, and a callback may change max_grad_norm; "
-                f"super().{name} returns the norm of the gradients."
+                f"{kind}.{name}{_at(own)} uses gradients, which exist inside the compiled step only. To clip "
+                "gradients, write TrainingArguments(max_grad_norm=...); a callback may change max_grad_norm during "
+                f"training. To read the norm of the gradients, call super().{name}."
             )
     for callback in trainer.callback_handler.callbacks:
         for name in _SEE_GRADIENTS:
@@ -94,7 +94,8 @@ def check_overrides(trainer: Any) -> None:
             if own is not None and any(_names(own.__code__, x) for x in _GRADIENTS):
                 raise ValueError(
                     f"{type(callback).__name__}.{name}{_at(own)} uses gradients, which exist inside the compiled step "
-                    "only. The logs have their norm, as grad_norm; TrainingArguments(max_grad_norm=...) clips them."
+                    "only. To clip gradients, write TrainingArguments(max_grad_norm=...). To read the norm of the "
+                    "gradients, read grad_norm in the logs."
                 )
 
 

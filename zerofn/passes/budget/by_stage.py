@@ -38,8 +38,8 @@ def within_stages(program: Program, budget: int, schedule: Callable[[Program], N
     least = search.peak(search.num_drops, 0)
     raise OverBudget(
         least,
-        f"{program.name} cannot be scheduled within {budget:,} bytes on this stage of the pipeline: the least that it "
-        f"takes is {least:,}. To take less, use more microbatches of fewer rows (zerofn.accumulate), stage 3, a "
+        f"{program.name} cannot be scheduled within {budget:,} bytes on this stage of the pipeline. It needs at least "
+        f"{least:,} bytes. To need less, use more microbatches of fewer rows (zerofn.accumulate), ZeRO stage 3, a "
         "schedule with fewer microbatches in flight ('1f1b'), offloaded state, moments='8bit', or more ranks.",
     )
 

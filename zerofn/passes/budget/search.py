@@ -65,8 +65,8 @@ def within(program: Program, budget: int, schedule: Schedule, room: float, tilin
     raise OverBudget(
         least.peak,
         (
-            f"{program.name} cannot be scheduled within {budget:,} bytes: the least that it takes is {least.peak:,}. "
-            "To take less, use fewer rows a step, more microbatches (zerofn.accumulate), stage 3, offloaded state, "
+            f"{program.name} cannot be scheduled within {budget:,} bytes. It needs at least {least.peak:,} bytes. To "
+            "need less, use fewer rows per step, more microbatches (zerofn.accumulate), stage 3, offloaded state, "
             "moments='8bit', or more ranks."
         ),
     )
