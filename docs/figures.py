@@ -39,17 +39,20 @@ def _of_step() -> Iterator[Piece]:
 
 def _of_memory() -> Iterator[Piece]:
     for words, what in (
-        ("time over FSDP2's, in the same memory", "ms/step: ZeroFn / FSDP2, at the peak of FSDP2"),
-        ("memory over FSDP2's, in the same time", "peak: ZeroFn / FSDP2, at the step time of FSDP2"),
-        ("memory over DeepSpeed 3's, in the same time", "peak: ZeroFn / DeepSpeed 3, at the step time of DeepSpeed 3"),
+        ("time, ZeroFn / FSDP2, in the same memory", "ms/step: ZeroFn / FSDP2, at the peak of FSDP2"),
+        ("memory, ZeroFn / FSDP2, in the same time", "peak: ZeroFn / FSDP2, at the step time of FSDP2"),
+        (
+            "memory, ZeroFn / DeepSpeed 3, in the same time",
+            "peak: ZeroFn / DeepSpeed 3, at the step time of DeepSpeed 3",
+        ),
     ):
         yield f"| {words} | {{:.2f}} | {{:.2f}} |", [Held("memory", f"{model}, {what}") for model in ("Llama", "T5")]
     yield (
-        "compiled: measured peak over the planned | {:.3f} | {:.3f} |",
+        "compiled: measured peak / planned peak | {:.3f} | {:.3f} |",
         [Held("memory", f"{model}, compiled: measured peak / planned") for model in ("Llama", "T5")],
     )
     yield (
-        'takes {:.2f} of the time. With `remat="auto"`, it stores a half and takes {:.2f} of the time.',
+        'takes {:.2f} times as long. With `remat="auto"`, it stores a half and takes {:.2f} times as long.',
         [Held("memory", f"GPT-2, remat='{x}': ms/step / without") for x in ("full", "auto")],
     )
     yield (
@@ -72,7 +75,7 @@ def _of_compiled() -> Iterator[Piece]:
         yield f"| {words} | {{:.2f}} |", [Key("compiled", ("rows", row, "inductor"), ("rows", row, "eager"))]
     compiled = ("rows", "ZeroFn 3, compiled", "ms")
     yield (
-        "takes {:.2f} of its time when compiled, and {:.2f} of the time of FSDP2 with compiled layers",
+        "takes {:.2f} times as long as uncompiled, and {:.2f} times as long as FSDP2 with compiled layers",
         [Key("step_compiled", compiled, ("rows", x, "ms")) for x in ("ZeroFn 3", "FSDP2, compiled")],
     )
 
@@ -185,7 +188,7 @@ def _of_pipelines() -> Iterator[Piece]:
         median(a / b for a, b in zip(x["simulated"], x["executed"], strict=True)) for x in d["rows"].values()
     ]
     yield (
-        "were simulated to take {:.3f} to {:.3f} of the measured time",
+        "take {:.3f} to {:.3f} times as long in the simulation as in the measurement",
         [Made("pipe_foresight", lambda d: min(makespans(d))), Made("pipe_foresight", lambda d: max(makespans(d)))],
     )
 
@@ -203,15 +206,15 @@ def _of_wires() -> Iterator[Piece]:
         ("DDP", "DDP"), ("DDP, bf16 hook", "DDP, bf16 hook"), ("DDP, PowerSGD hook of rank 4", "DDP, PowerSGD 4"),
         ("FSDP2", "FSDP2"), ("stage 3", "ZeroFn 3"), ('stage 3, `wire="bf16"`', "ZeroFn 3, bf16"),
         ('stage 3, `wire="fp8"`', "ZeroFn 3, fp8"), ('stage 3, `wire="int8"`', "ZeroFn 3, int8"),
-        ("stage 3, int4 to gather, int8 to reduce", "ZeroFn 3, int4 / int8"),
+        ("stage 3, int4 for gathers, int8 for reductions", "ZeroFn 3, int4 / int8"),
         ('stage 1, `wire="int8"`', "ZeroFn 1, int8"),
-        ("stage 0, `optim.onebit_adam` behind its freeze step", "ZeroFn 0, 1-bit Adam"),
+        ("stage 0, `optim.onebit_adam` after its freeze step", "ZeroFn 0, 1-bit Adam"),
         ("`zerofn.diloco(every=10)`", "ZeroFn, DiLoCo 10"),
     ):  # fmt: skip
         yield f"| {words} | {{:.1f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} |", row(name)
     for words, name in (
         ('stage 3, `wire="fp8"`', "ZeroFn 3, fp8"), ('stage 3, `wire="int8"`', "ZeroFn 3, int8"),
-        ("stage 3, int4 to gather, int8 to reduce", "ZeroFn 3, int4 / int8"),
+        ("stage 3, int4 for gathers, int8 for reductions", "ZeroFn 3, int4 / int8"),
         ("`optim.onebit_adam`, signs from step 75 on", "ZeroFn 0, 1-bit Adam"),
         ("DDP with PowerSGD", "DDP, PowerSGD 4"), ("`zerofn.diloco(every=10, after=75)`", "ZeroFn, DiLoCo 10"),
     ):  # fmt: skip
@@ -240,7 +243,7 @@ def _of_layouts() -> Iterator[Piece]:
         first = 0 if length == "65536" else digits
         yield f"| {int(length):,} tokens | {{:.{first}f}} | {{:.{digits}f}} | {{:.{digits}f}} |", [*at]
     yield (
-        "takes {:.2f} of the time of the documents apart",
+        "takes {:.2f} times as long as a step on the same documents",
         [Held("packed", "packed: a step's time of that of documents apart")],
     )
 

@@ -116,7 +116,7 @@ def test_a_limit_for_less_than_one_microbatch_is_refused():
         best(costs, 4, 0.5)
     assert str(error.value) == (
         "no schedule fits: rank 0 of a line of 2 ranks holds 1 B with one microbatch, and its limit is 0.5 B; "
-        "rank 0 of a v of 2 ranks with 2 stages each holds 2 B with one microbatch, and its limit is 0.5 B."
+        "rank 0 of a V of 2 ranks with 2 stages each holds 2 B with one microbatch, and its limit is 0.5 B."
     )
     assert best(costs, 4, (1.0, 1.0), effort=0).schedule.placement == Placement("line", 2)
     with pytest.raises(ValueError, match="a line of 2 ranks needs 2 limits, got 3"):

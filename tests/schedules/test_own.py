@@ -47,7 +47,7 @@ def test_a_schedule_goes_with_stages_where_they_lie():
     one_a_rank = Pipeline(Placement("loop", 2, 1), "interleaved").by(mine).of(2)  # lies as a line does
     assert one_a_rank.orders == mine.orders and one_a_rank.placement == Placement("loop", 2, 1)
     with pytest.raises(
-        ValueError, match="the schedule is for a v of 2 ranks with 2 stages each, but the cuts are for a"
+        ValueError, match="the schedule is for a V of 2 ranks with 2 stages each, but the cuts are for a"
     ):
         line.by(make("zbv", 2, 4))
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_a_step_follows_its_schedule(ranks):
 @pytest.mark.whole
 def test_pipe_balances_for_the_stages_of_a_schedule():
     own, named = cuts_of("llama", 2, schedule=make("zbv", 2, 4).to_csv()), cuts_of("llama", 2, schedule="zbv")
-    assert own.stages == named.stages and "a v of 2 ranks with 2 stages each, schedule 'own' (" in repr(own)
+    assert own.stages == named.stages and "a V of 2 ranks with 2 stages each, schedule 'own' (" in repr(own)
     assert own.pipeline.of(4).orders == named.pipeline.of(4).orders
     with pytest.raises(ValueError, match="pipe: the schedule has actions for 3 ranks, but the mesh has pipe=2"):
         cuts_of("llama", 2, schedule=make("1f1b", 3, 4))

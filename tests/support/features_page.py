@@ -42,11 +42,13 @@ HEAD = """# What goes together
 Each cell is a pair of features:
 
 - ● **tested**: a test trains with both, and compares the parameters with plain PyTorch's.
-- ✕ **refused**: `shard` raises an error, which stands below the table.
+- ✕ **refused**: `shard` raises an error, which is shown below the table.
 - ○ **untested**.
 
-A cell is empty where a pair would be two values of one option. Of {all} pairs, {tested} are tested, {refused} are
-refused and {untested} {are} untested.
+A cell is empty if its two features are values of the same option, such as bf16 and fp16. Of {all} pairs, {tested} are
+tested, {refused} are refused and {untested} {are} untested. For DiLoCo, 1-bit optimizers and stochastic rounding,
+see [a table of their own](wire.md#what-goes-together); for the schedules of a pipeline, see
+[Pipelines](pipelines.md#guarantees).
 """
 TAIL = """## How pairs are tested
 
@@ -58,18 +60,18 @@ three axes with `hpz`, and a value of every other option. One of them is:
 All ranks run over gloo on a CPU. A case trains a Mixtral of two layers for {steps} steps on {rows} rows. The test
 measures how far the parameters are from those of plain PyTorch in float32, relative to how far training has moved
 them. Each feature is also in a case that computes and sends float32, where this distance is below {exact:.0e}. Half
-precision and wire codecs round, and may each add to it:
+precision and wire codecs round, so each of them may increase this distance:
 
 | feature | adds at most |
 |---|---:|
 {rounds}
 
-Two features need a GPU. The tests put something else in its place:
+Three features need a GPU. The tests replace the GPU as follows:
 
 - `graphs`: a recorder on the host repeats the calls of the first step, with their addresses and numbers, as a CUDA
   graph does.
-- `optimizer state cpu` and `parameters cpu`: the host's memory counts as apart from the memory in which the model
-  computes, and the host updates half of the units.
+- `optimizer state cpu` and `parameters cpu`: the tests treat host memory as if it were separate from the memory that
+  the model uses, and let the host update half of the units.
 
 Other pages say more about single features, for example [which models run on which mesh](performance.md#on-meshes).
 """
@@ -117,7 +119,7 @@ def page() -> str:
     untested = every - tested - set(REFUSED)
     counts = {"all": len(every), "tested": len(tested), "refused": len(REFUSED), "untested": len(untested)}
     parts = [HEAD.format(**counts, are="is" if len(untested) == 1 else "are"), *table(tested), ""]
-    parts += ["| feature | how to ask for it |", "|---|---|"]
+    parts += ["| feature | how to turn it on |", "|---|---|"]
     for group, (_, how) in GROUPS.items():
         values = ", ".join(f"`{label(x)}`" for x in FEATURES if x.group == group)
         parts.append(f"| {values} | {how or '`shard(stage=...)`'} |")

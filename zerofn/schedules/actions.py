@@ -111,7 +111,7 @@ class Placement:
     def __str__(self) -> str:
         """In words, for messages: "a loop of 4 ranks with 2 stages each"."""
         each = f" with {self.chunks} stages each" if self.chunks > 1 else ""
-        return f"a {self.style} of {self.ranks} ranks{each}"
+        return f"a {'V' if self.style == 'v' else self.style} of {self.ranks} ranks{each}"
 
 
 @dataclass(frozen=True)
