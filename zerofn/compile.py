@@ -83,30 +83,31 @@ def compile(
     """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, for every new signature (structure, shapes, dtypes, ints and floats of the
-    batch) and after a change to a value that it closes over (see `guards`), with one log line each. With `donate`, the
-    new state is written into the old one's memory, and using the old one afterwards raises `RuntimeError`. A step that
-    does not return `(state, aux)` is an evaluation, and may not create a `TrainState`. Unsharded state that each rank
-    computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is floating-point; with
-    `broadcast_buffers`, all ranks take rank 0's values, of any dtype, as under DDP. A value that differs between ranks
-    may change a shard only after a reduction, or if declared equal (`zerofn.same`). Eager calls do not compare ranks.
+    batch) and after a change to a value that it reads (docs/sharp_bits.md), with one log line each. A step that does
+    not return `(state, aux)` is an evaluation, and may not create a `TrainState`. Unsharded state that each rank
+    computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is floating-point. A shard
+    may be updated with one rank's value only after that value was reduced over ranks, or if `zerofn.same` declares it
+    equal on all ranks. A step that is called without `compile` is not checked for this.
 
-    `memory`: bytes of device memory that a step may use on a rank, or a text such as "24GiB". It counts state and
-    values, not the workspace of operations. To stay below it, ZeroFn drops gathered units and gathers them again,
-    recomputes or offloads activations, and tiles logits; on hosts results have the same bits. It also limits torch's
-    CUDA allocator, plus an eighth (at least 1 GiB) for workspace, until a step without `memory` runs. `remat`: "full"
-    recomputes every activation that does not cross from one unit's part of the model to the next; "auto" the cheapest
-    ones, until saved ones take half of the memory. `machine`: the cost model for scheduling transfers and
-    recomputation; pass the same as to `zerofn.plan`. None is a typical machine.
-
-    `backend`: "eager" runs operation by operation; "inductor" compiles the operations between matrix products and
-    transfers, with results that are equal up to rounding, and the same at all stages; "auto" does this when it saves
-    time; "graphs": see docs/fast.md. Or your own backend, an instance with `bind(program) -> Runner`. `passes`: your
-    own passes, `[zerofn.Pass(mine)]`, which run before "donate"; or a function from the list of all passes to the list
-    to run (`zerofn.passes.before`). Each added pass is checked.
-
-    `watch`: further values that the step depends on (`docs/sharp_bits.md`): objects, and functions without arguments,
-    whose results are compared at every call. `deterministic`: on devices, as on the host, sum in rank order and use
-    deterministic kernels, or raise. `schedule`: of a pipeline; see `parallel.pipe`.
+    - `donate`: write the new state into the old one's memory; using the old one afterwards raises `RuntimeError`.
+    - `memory`: bytes of device memory that a step may use on a rank, or a text such as "24GiB": state and values, not
+      the workspace of operations. To stay below it, ZeroFn gathers units again, recomputes or offloads activations, and
+      tiles logits. On CPUs the results have the same bits with any `memory`. Until a step without `memory` runs,
+      torch's CUDA allocator is limited, too: to `memory` plus an eighth (at least 1 GiB) for workspace.
+    - `remat`: "full" recomputes all activations except those that one unit's part of the model passes to the next;
+      "auto" recomputes the cheapest, until the saved activations take half as much memory as all of them would.
+    - `machine`: the cost model for scheduling transfers and recomputation; pass the same as to `zerofn.plan`. None is a
+      typical machine.
+    - `backend`: "eager" runs operation by operation; "inductor" compiles the operations between matrix products and
+      transfers, with results that are equal up to rounding, and the same at all stages; "auto" does this when it saves
+      time; "graphs": see docs/fast.md. Or your own backend: an instance with `bind(program) -> Runner`.
+    - `passes`: your own passes, `[zerofn.Pass(mine)]`, which run before the pass named "donate"; or a function that
+      receives the list of all passes and returns the list to run (`zerofn.passes.before`). Each added pass is checked.
+    - `deterministic`: also on GPUs, sum in rank order and use deterministic kernels, or raise.
+    - `broadcast_buffers`: all ranks take rank 0's values of unsharded state, of any dtype, as under DDP.
+    - `watch`: further values that the step depends on (docs/sharp_bits.md): objects, and functions without arguments,
+      whose results are compared at every call.
+    - `schedule`: the schedule of a pipeline; see `parallel.pipe`.
 
     >>> import torch, zerofn
     >>> def tanh_gelu(program):
@@ -115,12 +116,12 @@ def compile(
     ...             node.update_kwarg("approximate", "tanh")
     >>> step = zerofn.compile(lambda state, x: torch.nn.functional.gelu(state["w"] * x),
     ...                       passes=zerofn.passes.before("canonicalize", zerofn.Pass(tanh_gelu, "body")))
-    >>> step({"w": torch.ones(2)}, torch.ones(2))  # 0.8413 by the exact one
+    >>> step({"w": torch.ones(2)}, torch.ones(2))  # exact GELU gives 0.8413
     tensor([0.8412, 0.8412])
 
     Raises at the first call, on every rank: `CaptureError` if the step is not a pure function, `MemoryError` if no
-    schedule needs so little as `memory`, and `passes.PassError` if an added pass makes a graph that is invalid, impure,
-    or of other inputs or results. Raises at once: `ValueError` for unknown or contradicting options.
+    schedule fits into `memory`, and `passes.PassError` if an added pass makes a graph that is invalid or impure, or has
+    other inputs or results. Raises at once: `ValueError` for unknown or contradictory options.
     """
     budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
     given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch, schedule)

@@ -53,14 +53,16 @@ def load(
     the checkpoint has no loss scale or no `feedback`, that of `like` is used; if `like` has none, that of the
     checkpoint is ignored.
 
-    `only="params"`: a key path of `like`. Leaves below it are read, and all others keep the values of `like`, which
-    must not be donated then. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf out.
+    `only="params"`: a key path of `like`. Leaves below it are read, and all others keep the values of `like`. With
+    `only`, `like` must not be a donated state. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf
+    out.
 
     `donate=True` reads into the memory of `like`, so that memory holds one state, not two. Using `like` afterwards
-    raises `RuntimeError`, also if the checkpoint turns out to be damaged.
+    raises `RuntimeError`, even if the checkpoint turns out to be damaged.
 
-    Raises `CheckpointError`, on every rank and with `like` still usable, if `path` has no complete checkpoint, if a
-    file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of `like`.
+    Raises `CheckpointError`, on every rank and, without `donate`, with `like` still usable, if `path` has no complete
+    checkpoint, if a file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of
+    `like`.
 
     >>> import tempfile, zerofn
     >>> with tempfile.TemporaryDirectory() as folder:

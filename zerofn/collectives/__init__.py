@@ -7,9 +7,9 @@ written to an argument.
 the batch take part: those along `replicate`, `data`, `expert` and `context` together. Ranks along `tensor` have the
 same part of the batch. In a step and in a loss function, names are those of the state's mesh. Elsewhere they are
 those of the mesh that the process has made, or all ranks along `data` if it has made none. A process that has made
-several meshes must pass an `Axis` if they differ in the ranks that are meant.
+several meshes must pass an `Axis` if the same name means different ranks in them.
 
-Words:
+Terms:
 
 - *linear map*: an object with a `transpose`, which is again a linear map (`maps.py`). `Linear.apply(map, *xs)` makes
   it differentiable under `torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under
@@ -22,10 +22,10 @@ Transposes here are those of the plain sum over ranks. `zerofn.gather` and `zero
 transposes under another inner product; see `zerofn.sharding`.
 
 Pipelines: `stages.py` has `zerofn::on_stage`, which sends a leaf from its stage to all ranks along `pipe` before its
-use, and `zerofn::to_stage`, which leaves its gradient where the leaf is. So a step is right on such a mesh as it is
-written, eagerly and compiled, and a pipeline can be compared with it.
+use, and `zerofn::to_stage`, which leaves its gradient where the leaf is. So a step gives the right result on a mesh
+with `pipe` without being changed, eagerly and compiled, and a pipelined step can be compared with it.
 
-Start reading: `maps.py`.
+The source begins with `maps.py`.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Axis:
 class Mesh:
     """A grid of ranks, row-major: the rank number grows fastest along the last axis.
 
-    `Mesh.of(None)` has all ranks of the job along one axis, `data`. `ranks`: for each point of the grid, the number of
-    its rank in the job; empty for a machine that only a plan has.
+    `Mesh.of(None)` has all ranks of the job along one axis, `data`. `axes`: in order, each with its size and this
+    process's rank. `ranks`: the job's rank at each point of the grid; empty if they do not exist (`Mesh.planned`).
 
     >>> Mesh.of(None).axis("data").size
     1

@@ -44,8 +44,8 @@ def skeleton(build: Callable[[], M], *, device: torch.device | str | None = None
     values.
 
     Parameters are on the `meta` device, with their dtypes, strides, `requires_grad` and class; tied ones stay one
-    object. Buffers, and tensors that are plain attributes, have the values of a plain `build()` under the present
-    generator state. `device`: the device to move buffers to, "cuda" for steps on a GPU. At most one real parameter
+    object. Buffers, and tensors that are plain attributes, have the values of a plain `build()` with the generators'
+    current states. `device`: the device to move buffers to, "cuda" for steps on a GPU. At most one real parameter
     exists at a time. The states of the generators do not change. `build` is called a second time if a buffer is
     computed from a parameter (a running copy of a weight, for example). For use with `torch.func.functional_call`.
 

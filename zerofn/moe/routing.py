@@ -83,11 +83,12 @@ def route(
     E` rounded up, at least `min_capacity` and at most S; with 1,024 tokens, 8 experts, k = 2 and capacity 1.25, C is
     320. None means C = S, so that nothing is dropped. `priority`: which choices an expert accepts if too many tokens
     choose it: by "choice", all first choices before all second ones, tokens in order; by "position", tokens in order;
-    by "probability", the largest gates; or a tensor [k, S], the largest first (random draws select random tokens).
+    by "probability", the largest gates; or a tensor [k, S] of priorities, of which an expert accepts the largest first
+    (pass random numbers to accept random tokens).
 
     `noise` [S, E]: is added to the logits for the choice, not for the weights; see `gumbel`. `noisy_first=False`:
-    choose the first expert without noise. `normalize`: scale the weights of a token's accepted choices to the sum 1; by
-    default for k > 1. `used` bool [S]: tokens with False go to no expert.
+    choose the first expert without noise. `normalize`: scale the weights of a token's accepted choices so that they sum
+    to 1; by default for k > 1. `used` bool [S]: tokens with False go to no expert.
 
     A pure function; `Routing.weight` is differentiable in `logits`. Raises `ValueError` for shapes that do not fit, for
     k > E, and for a capacity that drops everything.

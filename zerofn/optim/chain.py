@@ -20,8 +20,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
 
     The state is the tuple of their states. If the last one updates the parameters itself, as `adamw` does, it runs
     fused: one pass over memory, which also multiplies by the scalars of those before it, such as that of
-    `clip_by_global_norm`. Raises `TypeError` for an argument that is not a transformation, and `ValueError` if any but
-    the last has moments in another format: only a fused update rounds them stochastically.
+    `clip_by_global_norm`. Raises `TypeError` for an argument that is not a transformation, and `ValueError` if any
+    transformation but the last stores its moments in another format than the parameters' dtype (`moments=`): such
+    moments are rounded stochastically, which only a fused update does.
 
     >>> from zerofn import optim
     >>> optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1e-3))

@@ -22,8 +22,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_` (Pascanu et al. 2013). Raises `ValueError` unless
     `max_norm` is positive.
 
-    Before an optimizer that averages gradients over ranks itself, such as `onebit_adam` after its freeze step, the norm
-    is the root of the mean over ranks of their squared norms, which is at least the norm of the mean.
+    If the next transformation averages gradients over ranks itself, as `onebit_adam` does after its freeze step, the
+    norm is the root mean square of the ranks' gradient norms, which is at least the norm of the mean gradient.
 
     >>> tx, grads = clip_by_global_norm(1.0), {"w": torch.tensor([3.0, 4.0])}
     >>> tx.update(grads, tx.init(grads))[0]

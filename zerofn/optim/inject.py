@@ -69,9 +69,9 @@ def inject_hyperparams(
     functions, and arguments named in `static_args`. The factory is called with float64 scalar tensors for injected
     arguments.
 
-    A function is a schedule of the count of applied updates. The state shows its values, and setting such a value has
-    no effect. Raises `ValueError` for a name in `static_args` that is not an argument, `TypeError` for a schedule as
-    the value of a constant.
+    An argument that is a function is taken as a schedule: it is called with the number of applied updates. The state
+    shows the schedule's values, and setting such a value has no effect. Raises `ValueError` for a name in `static_args`
+    that is not an argument, `TypeError` for a schedule as the value of a constant.
 
     >>> from zerofn import optim
     >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)

@@ -69,7 +69,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunk
     its attention functions with transformers, as "zerofn_ulysses" and "zerofn_ring", and switches the model to one of
     them. The model's forward then accepts the result of `split_sequence`, and the mean of its loss over ranks is the
     loss of whole sequences. Ranks compare their rows in every step. Positions are counted as the model counts them:
-    RoBERTa, for example, begins with its padding's number + 1, and skips padding. Layers may attend within windows, and
+    RoBERTa, for example, starts at padding_idx + 1 and skips padding tokens. Layers may attend within windows, and
     with "ulysses" within chunks of tokens. `chunks`: those that `split_sequence` was called with; see
     `balanced_chunks`.
 

@@ -84,16 +84,16 @@ def pipe(
     parameter that several stages read, such as a tied embedding, lies on each of them.
 
     `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage a rank, in a line), "interleaved" or "interleaved-zb" (`chunks`
-    stages a rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements and orders, and chooses the
-    fastest in which no rank stores more for the backward pass than under a named schedule. A schedule of your own is a
-    `zerofn.schedules.Schedule`, or a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]];
-    `Schedule.from_csv` reads the text that torch.distributed.pipelining writes. `stages`: the names of parts, units or
-    leaves with which all stages but the first begin, instead of the balanced ones. `microbatches`: the number to choose
-    a schedule for; the step may have another number. `cuts`: those of other axes, such as the result of
-    `zerofn.parallel.tensor`; the result includes them. `precision`: as for `shard`. In bfloat16 products take at most
-    half of their float32 time, so the embedding and norms have a larger share. `machine`: the machine whose costs are
-    used, a name as for `plan`; by default a typical machine, with GPUs if this process has one. All ranks use the first
-    rank's costs.
+    stages a rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements of stages and orders of
+    actions, and chooses the fastest in which no rank stores more for the backward pass than under the named schedule
+    that needs the least memory with the same stages. A schedule of your own is a `zerofn.schedules.Schedule`, or a list
+    of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]]; `Schedule.from_csv` reads the text that
+    torch.distributed.pipelining writes. `stages`: the part, unit or leaf with which each stage after the first begins;
+    by default ZeroFn balances the stages. `microbatches`: the number to choose a schedule for; the step may have
+    another number. `cuts`: those of other axes, such as the result of `zerofn.parallel.tensor`; the result includes
+    them. `precision`: as for `shard`. In bfloat16 products take at most half of their float32 time, so the embedding
+    and norms have a larger share. `machine`: the machine whose costs are used, a name as for `plan`; by default a
+    typical machine, with GPUs if this process has one. All ranks use the first rank's costs.
 
     Raises `ValueError` for a mesh without the axis, for more stages than parts, for an unknown name, for a schedule
     that cannot run, for a `pp_plan` that names no module, and for a loss function that does not read parameters in a

@@ -23,21 +23,23 @@ def split_sequence(
     """Split the sequences of a batch for the ranks of the mesh's axis `context`.
 
     `batch`: `input_ids` [B, S], and all other entries with the shape [B, S], such as `labels` and `token_type_ids`. All
-    ranks of the axis must pass the same rows. S must be a multiple of 2 * size: a rank gets the chunks r and 2 * size -
-    1 - r of 2 * size chunks, so that all ranks have equal work under a causal mask. `shift`: whether the label of a
-    token is that of the next token; labels are shifted before the split. `chunks`: another way to deal chunks
-    (`balanced_chunks`), whose number of chunks divides S. Pass the same chunks to `attention` or `context`.
+    ranks of the axis must pass the same rows. With n ranks along `context`, S must be a multiple of 2n: each row is cut
+    into 2n chunks, and rank r gets the chunks r and 2n - 1 - r, so that all ranks have equal work under a causal mask.
+    `shift`: whether the label of a token is that of the next token; labels are shifted before the split. `chunks`:
+    another way to distribute chunks (`balanced_chunks`), whose number of chunks divides S. Pass the same chunks to
+    `attention` or `context`.
 
-    -> the rank's parts [B, S / size], and with them
+    -> the rank's parts [B, S / n], and with them
 
-    - `position_ids` [B, S / size]: the tokens' positions in the whole sequence, or in their documents;
+    - `position_ids` [B, S / n]: the tokens' positions in the whole sequence, or in their documents;
     - if `position_ids` of the batch start again within a row, so that the row has several documents: `document_spans`
-      int32 [B, S, 2], for each token of the whole row the first position of its document, and the one after the last;
+      int32 [B, S, 2], for each token of the whole row the first position of its document, and one past its last
+      position;
     - with labels: `shift_labels`, equal to the returned `labels` (with `shift`), and `items_per_row` [B]: the number of
       labels of the whole row that count for a loss, those that are not -100;
     - `row_digest` [B]: a checksum of all entries of the row, by which ranks check that they have the same rows.
 
-    A rank's loss is size * (sum of its tokens' losses) / items_per_row.sum(); the mean of these over ranks is the loss
+    A rank's loss is n * (sum of its tokens' losses) / items_per_row.sum(); the mean of these over ranks is the loss
     of whole sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length
     that ranks cannot share, for padding (`attention_mask` with zeros), and for `position_ids` that neither increase by
     1 nor start again with 0.

@@ -43,9 +43,9 @@ def tensor(
         model = zerofn.skeleton(build)
         state = zerofn.shard(init_state, mesh=mesh, cuts=zerofn.parallel.tensor(model, mesh))
 
-    `plan`: maps names of modules or parameters, with `*` for numbers and for any one component, to a word of
-    transformers' `tp_plan` or to a `Slice`; by default the model's own `tp_plan`. Layers inside attention are sliced at
-    whole heads. If there are fewer heads of keys and values than ranks, several ranks hold the same head, and its
+    `plan`: maps names of modules or parameters, where `*` matches a number or any single component of a name, to a word
+    of transformers' `tp_plan` or to a `Slice`; by default the model's own `tp_plan`. Layers inside attention are sliced
+    at whole heads. If there are fewer heads of keys and values than ranks, several ranks hold the same head, and its
     gradients are summed. You may add two entries to a model's own plan:
 
     - "model.layers.*": "sequence_parallel": between attention and MLP, ranks have parts of the tokens;
@@ -55,7 +55,7 @@ def tensor(
     the number of heads: {"blocks.*.attn": {"num_heads": lambda heads, ranks: heads // ranks}}. A module with
     `head_dim`, or another name for the size of a head, counts as attention.
 
-    An embedding that shares its weight with a column-sliced head ("tied") is sliced with it.
+    An embedding that shares its weight with a column-sliced LM head ("tied") is sliced with it.
 
     A plan other than the model's own is tested first: a small model of the same class, sliced by this plan, must have
     the outputs and gradients of the whole model, in float64 to 1e-6. If no small model can be made, the log says so.

@@ -39,11 +39,11 @@ class Pass:
 
     The search for a schedule within `memory=` runs passes several times on copies. So a pass may change only the
     program that is its argument. `searched`: False if the search may skip the pass, because it changes neither memory
-    nor time. `required`: whether results are wrong without the pass, or in another order. `carries_out`: whether the
-    pass applies the search's decisions about memory; the search runs before the first such pass.
+    nor time. `required`: whether results are wrong if the pass is left out or moved. `carries_out`: whether the pass
+    applies the search's decisions about memory; the search runs before the first such pass.
 
-    A pass must make the same changes on all ranks; only transfers are compared. If the nodes differ between ranks,
-    because a rank reads its own data, write `searched=False`.
+    A pass must make the same changes on all ranks; ZeroFn compares only transfers. If a pass adds nodes that depend on
+    a rank's own data, write `searched=False`: the search must see the same graph on all ranks, to choose one schedule.
     """
 
     fn: Callable[..., None]

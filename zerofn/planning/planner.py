@@ -49,20 +49,26 @@ def plan(
     hpz: bool = False,
     wire: OneWire | Sequence[OneWire] = None,
 ) -> Table:
-    """Plan `train_step(state, batch)` on `world` ranks, in every requested way, and return a `Table` whose `best` is
-    recommended.
+    """Plan `train_step(state, batch)` on `world` ranks, with every requested combination of options. Return a `Table`
+    whose `best` is recommended.
 
     `plan` captures your own step on tensors without memory: it reads no data, allocates and sends nothing, and needs
-    neither the ranks nor their devices. `init_state`: as for `shard`. `batch`: one rank's batch, of tensors with or
-    without memory; `rows` replaces its size in dim 0. `machine`: a name such as "H100-8", several nodes of it ("8 x
-    H100-8"), a file from `zerofn profile`, or a `zerofn.Machine`. `world`: by default all devices of these nodes, or 8.
-    `stage`, `offload`, `precision`, `remat` and `wire` take one argument of `shard` or `compile`, or a list of them;
-    "all", which `wire` does not take, tries every value that makes a difference. `remat="budget"` is
-    `compile(memory=...)` with the device's memory. `memory`: bytes of a device, or a text such as "24GiB", instead of
-    the machine's; 1 GiB of it is reserved for CUDA.
+    neither the ranks nor their devices.
 
-    `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`. `hpz`: as for `shard`. To slice
-    a model over `tensor`, make it for a planned mesh, and pass its cuts:
+    - `init_state`: as for `shard`.
+    - `batch`: one rank's batch, of tensors with or without memory; `rows` replaces its size in dim 0.
+    - `world`: the number of ranks; by default all devices of the nodes of `machine`, or 8.
+    - `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`.
+    - `machine`: a name such as "H100-8", several nodes of it ("8 x H100-8"), a file from `zerofn profile`, or a
+      `zerofn.Machine`.
+    - `stage`, `offload`, `precision`, `remat` and `wire`: one argument of `shard` or `compile`, or a list of them;
+      "all", which `wire` does not take, tries every value that makes a difference. `remat="budget"` is
+      `compile(memory=...)` with the device's memory.
+    - `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it is reserved for
+      CUDA.
+    - `unit`, `hpz`: as for `shard`.
+
+    To slice a model over `tensor`, make it for a planned mesh, and pass its cuts:
 
         mesh = zerofn.Mesh.planned({"data": 4, "tensor": 2})
         model = zerofn.skeleton(build)
@@ -74,8 +80,8 @@ def plan(
     `mesh="auto"` plans all meshes that may be the fastest; `table.left_out` lists the others, with the reasons. Each
     mesh needs its own model, so `train_step` is then a function of a mesh that returns (train step, cuts or None). For
     a mesh with an axis `context` it returns (train step, cuts or None, batch), with a rank's part of the sequences of
-    `batch`. Arguments that you leave out are narrowed: half precision, stages 1 and 3, and offloading only if nothing
-    fits without it.
+    `batch`. With `mesh="auto"`, options that you leave out try fewer values than "all": half precision, stages 1 and 3,
+    and offloading only if nothing fits without it.
 
     Raises `ValueError` for unknown arguments, `zerofn.CaptureError` for a step that cannot be captured.
     """

@@ -49,12 +49,12 @@ class Checkpoints:
             checkpoints.after_step(state, metrics)
         checkpoints.close()
 
-    `folder`, or a URL, which all ranks must see, gets checkpoints `step-00000100` and so on, as `zerofn.save` writes
-    them. `every`: number of steps between two checkpoints; None saves only when `save` is called. `keep`: how many of
-    the last checkpoints stay; None for all. `keep_best=("loss", "min")`: the checkpoint with the lowest value of this
-    metric (or "max", the highest) stays, too. `async_`: write checkpoints in the background. `loader`: any object with
-    `state_dict()` and `load_state_dict()`, such as torchdata's `StatefulDataLoader`; the state dict of each rank's
-    loader is saved with the state.
+    `folder`: a path or a URL that all ranks can see; checkpoints are written there as `step-00000100` and so on, by
+    `zerofn.save`. `every`: number of steps between two checkpoints; None saves only when `save` is called. `keep`: how
+    many of the last checkpoints stay; None for all. `keep_best=("loss", "min")`: the checkpoint with the lowest value
+    of this metric (or "max", the highest) stays, too. `async_`: write checkpoints in the background. `loader`: any
+    object with `state_dict()` and `load_state_dict()`, such as torchdata's `StatefulDataLoader`; the state dict of each
+    rank's loader is saved with the state.
 
     `replicate_every`: number of steps between two copies in memory. Each rank's part is copied to the memory of its
     machine (/dev/shm) and of the next machine. If torchrun restarts the ranks after the loss of a rank or a machine,
@@ -64,9 +64,9 @@ class Checkpoints:
     A run that receives one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
     SLURM job (`SLURM_JOB_END_TIME`), saves after its current step and raises `Stopped` on all ranks, a `SystemExit`
     with status 75. Start the program again, with any number of ranks, and `restore_or` continues from this checkpoint.
-    `step`: the number of steps done.
+    The attribute `step` is the number of steps done.
 
-    Raises `ValueError` for options that are out of range, or have no effect together.
+    Raises `ValueError` for options that are out of range, or have no effect beside another option.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -28,7 +28,8 @@ def normal_like(values: T, key: Tensor) -> T:
     depends on the key, the position of its leaf in the tree and its position in the leaf, so the noise has the same
     bits at every stage, on any mesh and in a plain tree (on one type of device). Use it for Langevin dynamics, or for
     the noise of DP-SGD. `torch.randn_like` on a shard is refused, because it would draw the same noise on every rank.
-    Use each key for one tree only: `zerofn.random.fold_in(state.rng_at(), 1)`, then 2.
+    Use each key for one tree only: `zerofn.random.fold_in(state.rng_at(), 1)` for the first tree, for example, and
+    `fold_in(state.rng_at(), 2)` for the second.
 
     Leaves have the shapes, dtypes and devices of `values`. Not differentiable. Raises `TypeError` if `key` is not such
     a key, or a leaf is not floating-point.

@@ -168,7 +168,7 @@ def gather_leaves(
 
 @checked("only", "axis")
 def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[[str], bool] | None = None) -> Any:
-    """Return a tree with the full tensors of every `Sharded` in it: one all-gather a unit.
+    """Return a tree with the full tensors of every `Sharded` in it: one all-gather per unit.
 
     `values`: a tree; plain tensors and other leaves pass through. `axis`: the mesh axis to gather over, a name or an
     `Axis`; it must be the axis that the tree is sharded over, which is also what None means. `only`: the name of a
@@ -185,9 +185,9 @@ def gather(values: Any, *, axis: str | Axis | None = None, only: str | Callable[
     Outside a compiled step, leaves on drives are read at once, into new memory.
 
     A pure function, differentiable to every order; its transpose is `scatter`. All ranks must call it. Raises
-    `ValueError` for an axis that the tree is not sharded over, `KeyError` if `only` selects no leaf, `TypeError` for
-    `params["name"]`, which is one rank's part of a leaf, and if the result of `only` would need a derivative of sliced
-    leaves, and `RuntimeError` for a donated state.
+    `ValueError` for an axis that the tree is not sharded over; `KeyError` if `only` selects no leaf; `TypeError` if a
+    value is `params["name"]` (one rank's part of a leaf), or if a sliced leaf that `only` selects would be
+    differentiated; `RuntimeError` for a donated state.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.arange(3.0)}})["params"]

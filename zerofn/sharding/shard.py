@@ -96,36 +96,38 @@ def shard(
 
     `state_or_init`: a pytree, or a function without arguments that returns one. A function is replayed leaf by leaf, so
     no rank ever holds more full parameters than one unit; the result has the same bits as a plain call with the same
-    seed. The first rank's seed counts: while the function runs, the global generators of torch, Python and NumPy have
-    the first rank's states on every rank. A generator that was in a different state gets its own state back afterwards;
-    the others have advanced, as after a plain call.
+    seed. The first rank's seed is used on every rank: while the function runs, the global generators of torch, Python
+    and NumPy have the first rank's states. Afterwards, a generator whose state differed from the first rank's gets its
+    own state back; the others have advanced, as after a plain call.
 
     The entry named `params` holds the parameters. Every other subtree with the same structure and shapes is sharded in
     the same way. All other leaves are replicated; ints and floats become 0-d tensors. If the values of a pytree differ
     between ranks, all ranks use the first rank's, with a warning. Shards are stored in row-major order: gathered
-    parameters are contiguous, also if they had another memory format (`channels_last`). The result never aliases the
+    parameters are contiguous, even if they had another memory format (`channels_last`). The result never aliases the
     input.
 
-    `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. `stage="auto"` with `plan`,
-    a table from `zerofn.plan`, uses the recommended stage, precision, offload, hpz and wire. `precision`: None, "fp32",
-    "bf16", "fp16" or a `Precision`. `unit`: leaf name -> unit name; the leaves of a unit, usually a layer, are gathered
-    together. `device`: where shards are stored; by default the parameters' device. `offload`: None, "cpu", "nvme" or an
-    `Offload` stores the optimizer's state, the parameters, or both in host memory or on drives.
-
-    `mesh`: the ranks and their axes, `zerofn.Mesh.make(replicate=2, data=-1)` for example; by default all ranks along
-    `data`. Units are sharded over `data`, and all ranks along `replicate` have the same shards, so gathers use only the
-    links along `data` (hybrid sharding). `hpz`, for stage 3: shard parameters and optimizer state over `replicate` as
-    well, and also store each rank's shard along `data` as a copy in the compute dtype, from which units are gathered:
-    the state is sharded over all ranks, but gathers use only the links along `data` (ZeRO++'s hpZ). `cuts`: leaf name
-    -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
-
-    `wire`: the codec for parameters and gradients that ranks send: "bf16", "fp8", "int8", a `Wire`, or a dict from axis
-    to these, `{"replicate": "int8"}`. Masters stay exact; see `Wire` and `Precision`.
+    - `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. "auto" uses the stage,
+      precision, offload, hpz and wire that `plan` recommends.
+    - `mesh`: the ranks and their axes, such as `zerofn.Mesh.make(replicate=2, data=-1)`; by default all ranks along
+      `data`. Units are sharded over `data`, and all ranks along `replicate` have the same shards, so gathers use only
+      the links along `data` (hybrid sharding).
+    - `precision`: None, "fp32", "bf16", "fp16", "fp8" or a `Precision`.
+    - `offload`: None, "cpu", "nvme" or an `Offload`: the optimizer's state, the parameters, or both are stored in host
+      memory or on drives.
+    - `unit`: leaf name -> unit name; the leaves of a unit, usually a layer, are gathered together.
+    - `device`: where shards are stored; by default the parameters' device.
+    - `plan`: a table from `zerofn.plan`, for `stage="auto"`.
+    - `cuts`: leaf name -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
+    - `hpz`: at stage 3, also shard parameters and optimizer state over `replicate` (ZeRO++'s hpZ). Each rank then also
+      stores a copy, in the compute dtype, of its shard along `data`. Units are gathered from these copies, so gathers
+      use only the links along `data`, although the state is sharded over all ranks.
+    - `wire`: the codec for parameters and gradients that ranks send: "bf16", "fp8", "int8", a `Wire`, or a dict from
+      axis to these, `{"replicate": "int8"}`. Master parameters stay exact.
 
     Raises `ValueError` or `TypeError` for a state without `params`, a leaf that is not a tensor or number, or an
     unknown option; `MemoryError` for a plan in which nothing fits; `RuntimeError` on every rank if the layout differs
-    between ranks, or if the function computes different values on them, by other numbers, files, or seeds inside it.
-    Nothing is allocated before these checks.
+    between ranks, or if the function computes different values on different ranks, because it reads different numbers,
+    files or seeds. Nothing is allocated before these checks.
 
     >>> shard(lambda: {"params": {"w": torch.ones(2)}}, stage=3)["params"].shards  # padded to 2,048
     (tensor([1., 1., 0.,  ..., 0., 0., 0.]),)
@@ -294,8 +296,9 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
 
     Every rank gets the result; with `rank`, only this rank gets it, and the others get None for each `Sharded`. `only`:
     a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
-    call it. In addition to the result, at most one unit is in memory, or three times its slices if leaves are sliced.
-    Raises `ValueError`, on every rank and before anything is sent, if `rank` does not exist.
+    call `unshard`. In addition to the result, at most one unit is in memory; if its leaves are sliced over `tensor` or
+    `expert`, at most three times the size of its slices. Raises `ValueError`, on every rank and before anything is
+    sent, if `rank` does not exist.
 
     >>> state = shard({"params": {"w": torch.ones(2)}}, stage=3)
     >>> unshard(state)

@@ -29,34 +29,32 @@ NEAREST, STOCHASTIC = ROUNDINGS = get_args(RoundingWord)
 @known_fields
 @dataclass(frozen=True)
 class Wire:
-    """The codecs in which ranks send units: gathered parameters and reduced gradients.
+    """The codecs for what ranks send: gathered parameters and reduced gradients.
 
-    `gather`: "bf16", "fp8", "int8", "int4", or None for uncompressed values. `reduce`: the same, but "int4" only with
-    `feedback`.
+    - `gather`: "bf16", "fp8", "int8", "int4", or None for uncompressed values.
+    - `reduce`: the same, but "int4" only with `feedback`.
+    - `block`: how many elements share a scale in "fp8", "int8" and "int4": 128, 256, 512, 1,024 or 2,048.
+    - `smallest`: leaves of fewer elements, such as norms and biases, are sent uncompressed, and so are units of
+      integers or of float64.
+    - `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or above it,
+      with probabilities such that the expected value is the element (Gupta et al., ICML 2015). Draws come from the
+      step's key, and differ between ranks and microbatches: `TrainState.value_and_grad` uses this key, and
+      `value_and_grad` has the argument `rng`. Parameters, and values sent by `scatter` and by derivatives through
+      `gather`, which have no key, are rounded to nearest.
+    - `feedback`: the rounding error of a gradient is added to the next gradient (Karimireddy et al., arXiv:1901.09847).
+      A `zerofn.TrainState` stores the errors, 4 bytes for each parameter on each rank at every stage, and gradients are
+      reduced once per step.
 
-    "bf16" rounds float32 values. The others encode blocks of `block` elements (128, 256, 512, 1,024 or 2,048) with 8 or
-    4 bits for each element, and one bfloat16 scale for each block. "int8" and "int4" are integers, scaled by the
-    largest magnitude of the block; "fp8" is float8 e4m3 times a power of two. A block with a NaN, an inf or a number
-    above 1.49e38 ("int8": 1.69e38, "fp8": 2.97e38) arrives as NaN, and a block of numbers below 1e-28 as zeros.
+    "bf16" rounds float32 values. The other codecs send 8 or 4 bits for each element, and one bfloat16 scale for each
+    block. "int8" and "int4" are integers, scaled by the largest magnitude of the block; "fp8" is float8 e4m3 times a
+    power of two. A block with a NaN, an inf or a number above 2.97e38 ("fp8"), 1.69e38 ("int8") or 1.49e38 ("int4")
+    arrives as NaN, and a block of numbers below 1e-28 as zeros.
 
-    `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or above it,
-    with probabilities such that the expected value is the element (Gupta et al., ICML 2015). Draws come from the step's
-    key, and differ between ranks and microbatches: `TrainState.value_and_grad` uses this key, and `value_and_grad` has
-    the argument `rng`. Parameters, and values sent by `scatter` and by derivatives through `gather`, which have no key,
-    are rounded to nearest.
+    Raises `ValueError` for an unknown codec, rounding or block size; for stochastic rounding if `reduce` is not a block
+    codec; for feedback without `reduce`; and for feedback together with stochastic rounding. Raises `TypeError` for an
+    argument of another type.
 
-    `feedback`: the rounding error of a gradient is added to the next gradient (Karimireddy et al., arXiv:1901.09847). A
-    `zerofn.TrainState` stores it, 4 bytes for each parameter on each rank at every stage, and gradients are reduced
-    once a step.
-
-    Leaves of fewer than `smallest` elements, such as norms and biases, are sent uncompressed, and so are units of
-    integers or of float64.
-
-    Raises `ValueError` for an unknown codec or rounding, another block size, stochastic rounding without a reduction in
-    blocks, and feedback without a codec for `reduce` or with stochastic rounding; `TypeError` for an argument of
-    another type.
-
-    As text, in command lines and files, it is "gather=int8,reduce=fp8": `shard(wire="gather=int8,reduce=fp8")`.
+    On a command line or in a file, write a `Wire` as "gather=int8,reduce=fp8".
 
     >>> Wire(gather="int8", reduce="fp8")
     zerofn.Wire(gather='int8', reduce='fp8')

@@ -148,11 +148,12 @@ def accumulate(vg: F, n: int, *, reduce: When | None = None) -> F:
     unrolled.
 
     `reduce`: when gradients are summed over ranks. "microbatch": in each microbatch, so that a rank stores only shards
-    of the sums, which at stage 0, and along `replicate`, are gathered after the last one. "step": once, after the last
-    microbatch, which sends 1/n of the bytes, but stores full gradients, in the reduce dtype. "round": once for each
-    group of as many microbatches as the mesh's axis `pipe` has ranks, the microbatches that a pipeline works on at the
-    same time; without that axis, in each microbatch. None: "step" at stages 0 and 1, "microbatch" at 2 and 3. The
-    choices add in different orders; with one choice, all stages give the same bits.
+    of the sums. At stage 0, and along `replicate`, the sums are gathered after the last microbatch. "step": once, after
+    the last microbatch, which sends 1/n of the bytes, but stores full gradients, in the reduce dtype. "round": once for
+    every p microbatches, where p is the number of ranks along `pipe` (a pipeline works on so many microbatches at the
+    same time); without `pipe`, in each microbatch. None: "step" at stages 0 and 1, "microbatch" at stages 2 and 3. The
+    choices sum in different orders, so their results differ by rounding; for any one choice, all stages give the same
+    bits.
 
     Raises `TypeError` if `vg` is not such a function, and `ValueError` if `n` is not a positive integer, if `reduce` is
     unknown or if a leaf cannot be cut.

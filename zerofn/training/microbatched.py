@@ -30,7 +30,7 @@ def microbatched(fn: Callable[[Any, B], T], n: int) -> Callable[[Any, B], T]:
     results.
 
     For evaluation and prediction with the memory of one microbatch. `fn(params, batch)` receives full parameters, in
-    the compute dtype, for each `Sharded` in `params`, and a batch of the rows `[k * r, (k + 1) * r)`; it returns a tree
+    the compute dtype, for each `Sharded` in `params`, and one of `n` equal blocks of rows, in order; it returns a tree
     of tensors, which `f` concatenates along dim 0. On a mesh with `pipe`, a compiled step runs the microbatches through
     the stages of a pipeline, and every rank gets the whole result. A microbatch sees the buffers that the previous one
     wrote. Random draws differ between microbatches (`zerofn.random.randomness`).
