@@ -65,14 +65,14 @@ def test_a_loss_of_parts_names_the_slices_that_it_depends_on():
 def test_a_module_before_slices_is_not_between_them(head):
     plan = {"norm": "replicated_with_grad_allreduce", "embed": "embedding_rowwise", "head": head}
     with pytest.raises(
-        zerofn.CaptureError, match="'norm', but its input is the same on all ranks, .* Leave it out of the plan"
+        zerofn.CaptureError, match="'norm', but the input is the same on all ranks, .* Leave 'norm' out of the plan"
     ):
         plan_of(plan, squared)
 
 
 def test_what_all_ranks_have_is_not_summed():
     with pytest.raises(
-        zerofn.CaptureError, match="norm: its word in the plan sums .*the sum would be 2 times too large. Leave it out"
+        zerofn.CaptureError, match="norm: the plan's word for this .*the sum would be 2 times too large. Leave norm out"
     ):
         plan_of({"norm": "all_reduce", "head": "colwise_gather_output"}, squared)
 
@@ -95,7 +95,7 @@ class Said(OfItsOwn):
 def test_code_of_ones_own_says_where_ranks_go_their_own_ways():
     plan = {"head.weight": Slice(0, output="cut")}
     with pytest.raises(
-        zerofn.CaptureError, match=r"the gradient of 'embed.weight' \(and that of 'norm.bias', .*Before ranks .*vary"
+        zerofn.CaptureError, match=r"the gradient of 'embed.weight' \(and of 'norm.bias', .*Before ranks .*vary"
     ):
         plan_of(plan, squared, OfItsOwn)
     plan_of(plan, squared, Said)

@@ -74,7 +74,7 @@ def test_a_model_is_cut_by_its_own_plan(tmp_path):
     assert step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2})).cuts is None
     cuts = step_of(path, 16, mesh=zerofn.Mesh.planned({"data": 2, "tensor": 2})).cuts
     assert {x.axis for x in cuts.values()} == {"tensor"} and "model.layers.1.mlp.down_proj.weight" in cuts
-    refused = {"tensor": "4 attention heads, which 3 ranks", "context": "cannot share sequences of 16 tokens"}
+    refused = {"tensor": "4 attention heads, which 3 ranks", "context": "cannot divide sequences of 16 tokens"}
     for axis, said in refused.items():
         with pytest.raises(ValueError, match=said):
             step_of(path, 16, mesh=zerofn.Mesh.planned({axis: 3}))

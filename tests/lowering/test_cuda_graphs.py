@@ -236,7 +236,7 @@ def test_a_recording_that_fails_loses_nothing(caplog):
 def test_on_the_host_there_is_no_graph(caplog):
     state, step = started(backend="graphs")
     assert_same_trees(trained(state, step)[1], trained(*started())[1])
-    assert "all must lie on one cuda device" in runner_of(step)._why
+    assert "must all lie on one cuda device" in runner_of(step)._why
 
 
 def test_a_counter_that_a_loop_writes_to():

@@ -110,7 +110,7 @@ def refusals():
         (lambda: context(transformers.T5ForConditionalGeneration(T5), mesh), "has an encoder and a decoder"),
         (
             lambda: context(transformers.LlamaForCausalLM(ODD), mesh, method="ulysses"),
-            "2 ranks of 'context' cannot share the 3 heads",
+            "2 ranks along 'context' cannot divide the 3 heads",
         ),
         (
             lambda: context(transformers.Llama4ForCausalLM(chunked), mesh, method="ring"),
@@ -130,7 +130,7 @@ def refusals():
             "cut into the chunks of zerofn.parallel.context, must be",
         ),
         (lambda: split_sequence({"labels": batch["labels"]}, mesh), "expected 'input_ids' in the batch"),
-        (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "sequences of 6 tokens: pad them to 8"),
+        (lambda: split_sequence({"input_ids": torch.zeros(1, 6)}, mesh), "of 6 tokens equally. Pad them to 8"),
         (lambda: split_sequence({**batch, "attention_mask": 0 * batch["labels"]}, mesh), "attention_mask masks tokens"),
         (
             lambda: split_sequence({**batch, "position_ids": batch["labels"] % 4 + 1}, mesh),

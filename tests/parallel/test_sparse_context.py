@@ -187,7 +187,7 @@ def test_mistakes_are_sentences(ranks):
     for bad in ((), ((0, 1), (2,)), ((0, 2), (1, 1)), ((1, 0),)):
         with pytest.raises(ValueError, match="Chunks: "):
             Chunks(bad)
-    with pytest.raises(ValueError, match="2 ranks of 'context' cannot share 7 tokens; pad rows to 8"):
+    with pytest.raises(ValueError, match="2 ranks along 'context' cannot divide 7 tokens equally. Pad rows to 8"):
         balanced_chunks(sparse.causal, 7, mesh_of(2))
 
 

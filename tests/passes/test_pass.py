@@ -347,7 +347,7 @@ def _around(names):
 
 
 def test_a_place_that_is_not_there():
-    with pytest.raises(ValueError, match="no standard pass 'donates'; there are fold_split_master, .*assign_buffers"):
+    with pytest.raises(ValueError, match="no standard pass 'donates'. The .* are fold_split_master, .*assign_buffers"):
         before("donates", Pass(nothing))
 
 

@@ -164,7 +164,7 @@ def test_a_misspelt_argument_gets_the_nearest_name_and_another_one_all_names():
     assert stretched(2, factor=1.5) == 3.0
     with pytest.raises(TypeError, match=r"stretched has no argument 'facter'\. Did you mean 'factor'\?"):
         stretched(2, facter=1.5)
-    with pytest.raises(TypeError, match=r"no argument 'verbose'\. There are 'x', 'factor', 'places'\."):
+    with pytest.raises(TypeError, match=r"no argument 'verbose'\. Write one of 'x', 'factor', 'places'\."):
         stretched(2, verbose=True)
 
 

@@ -41,9 +41,9 @@ def _unsummed_along(program: Program, own: OwnValues, axis: Axis) -> str:
         if what.startswith(OWN_OF) and not found:
             name = what.removeprefix(OWN_OF)
             return _used_alike(frozenset([name])) or (
-                f"{name}: its word in the plan sums over {axis.name!r}, but all ranks have the whole value, so the sum "
-                f"would be {axis.size} times too large. Leave it out of the plan: this word is for a module between "
-                "sliced layers, of which each rank computes a part."
+                f"{name}: the plan's word for this module sums over {axis.name!r}, but all ranks have the whole value, "
+                f"so the sum would be {axis.size} times too large. Leave {name} out of the plan: the word is for a "
+                "module between sliced layers, of whose output each rank computes a part."
             )
     partial = {what.removeprefix(GRADIENT_OF): x for what, x in expected if what.startswith(GRADIENT_OF) and x}
     return (_used_alike(frozenset().union(*partial.values())) or _gradients(partial, axis.name)) if partial else ""
@@ -75,7 +75,7 @@ def _loss(causes: frozenset[str], picks_labels: bool, axis: str) -> str:
     if picks_labels:
         advice = (
             "The loss treats a rank's slice of the logits as all logits. Write zerofn.parallel.cross_entropy(logits, "
-            "labels, vocab_size), or 'colwise_gather_output' for the head."
+            "labels, vocab_size), or 'colwise_gather_output' for the LM head."
         )
     else:
         advice = (
@@ -92,16 +92,16 @@ def _used_alike(causes: frozenset[str]) -> str:
         return ""
     names = some(sorted(x.removesuffix(BETWEEN_SLICES) for x in causes))
     return (
-        f"the plan has 'replicated_with_grad_allreduce' for {names}, but its input is the same on all ranks, so its "
-        "gradient would be counted once for each rank. Leave it out of the plan: this word is for a module between a "
-        "layer that returns slices ('colwise') and one that takes slices ('rowwise')."
+        f"the plan has 'replicated_with_grad_allreduce' for {names}, but the input is the same on all ranks, so the "
+        f"gradient would be counted once for each rank. Leave {names} out of the plan: the word is for a module "
+        "between a layer that returns slices ('colwise') and one that takes slices ('rowwise')."
     )
 
 
 def _gradients(partial: dict[str, frozenset[str]], axis: str) -> str:
     name, causes = next(iter(partial.items()))
     met = some(sorted(x for x in causes if x))
-    others = f" (and that of {some([x for x in partial if x != name])})" if len(partial) > 1 else ""
+    others = f" (and of {some([x for x in partial if x != name])})" if len(partial) > 1 else ""
     modules = {pattern_of(x.rpartition(".")[0]) for x in partial}
     word = f"{modules.pop()!r}: " if len(modules) == 1 else ""
     advice = (

@@ -295,7 +295,7 @@ def checked_entries(header: dict[str, Any], nbytes: int) -> dict[str, _Place]:
         if not isinstance(e, dict) or set(e) != {"dtype", "shape", "data_offsets"}:
             raise ValueError(f"{name!r} must have exactly a dtype, a shape and data_offsets")
         if not isinstance(e["dtype"], str) or e["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; known are {sorted(DTYPES)}")
+            raise ValueError(f"{name!r} has dtype {e['dtype']}, which cannot be read; ZeroFn reads {sorted(DTYPES)}")
         shape, (start, stop), dtype = e["shape"], e["data_offsets"], DTYPES[e["dtype"]]
         if type(shape) is not list or any(type(n) is not int or not 0 <= n < 1 << 63 for n in (*shape, start, stop)):
             raise ValueError(

@@ -182,7 +182,7 @@ class Section:
         for name in self.values:
             if name not in names:
                 near = nearest(name, names)
-                meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(names)}."
+                meant = f"; did you mean {near[0]!r}?" if near else f"; the known keys are {', '.join(names)}."
                 raise ValueError(f"{WHERE}: {self._of(name)} is not known{meant}")
 
     def _of(self, name: str) -> str:

@@ -81,7 +81,7 @@ class Auto(Inductor):
         self._regions = regions
         if saved * STEPS < SECONDS * len(regions) or not regions:
             log.info(
-                "%s is not compiled: that would save %.3g ms a step, and take about %.3g s.",
+                "%s is not compiled: compiling would save %.3g ms per step, and take about %.3g s.",
                 program.name, 1e3 * saved, SECONDS * len(regions),
             )  # fmt: skip
             return
@@ -89,7 +89,7 @@ class Auto(Inductor):
             log.info("%s is not compiled: %s", program.name, reason)
             return
         log.info(
-            "%s: %d regions are compiled in another process, to save %.3g ms a step.",
+            "%s: %d regions are compiled in another process, to save %.3g ms per step.",
             program.name, len(regions), 1e3 * saved,
         )  # fmt: skip
         self._waits = True

@@ -211,7 +211,7 @@ class Replayed:
         self._fixed = {k: inputs[k].data_ptr() for k in self._fixed}
         self._recordings += 1
         if self._recordings > MOST:
-            self.give_up(f"it was recorded {MOST} times, each time for another state or other buffers.")
+            self.give_up(f"the step was recorded {MOST} times, each time for another state or other buffers.")
 
     def _forget(self) -> None:
         for segment in self._segments:
@@ -310,7 +310,7 @@ def _cut_step(program: Program, kind: str) -> tuple[Cut, list[int]] | str:
     devices = {x.device for x in values if x.device.type == kind}
     if len(devices) != 1:
         names = ", ".join(sorted({str(x.device) for x in values if x.dim()})) or "no device"
-        return f"its state and batch lie on {names}; all must lie on one {kind} device."
+        return f"the state and the batch lie on {names}, but must all lie on one {kind} device."
     num_state = len(program.placeholders) - len(program.batch.names)
     known = [(k, n, tensor_of(n)) for k, n in enumerate(program.placeholders[:num_state])]
     at = devices.pop()

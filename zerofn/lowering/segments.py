@@ -231,9 +231,9 @@ class _Cutter:
         if any(BOUNDED in x.meta for x in (node, *node.all_input_nodes)):
             return "has sizes that depend on data."
         if scalars and not is_ours(node) and any(x.dtype in _SHORT for x in tensors_of(node.meta["val"])):
-            return "computes 16-bit values with a number of the host, which is rounded otherwise on the device."
+            return "computes 16-bit values with a number from the host, which the device would round differently."
         if scalars and is_nested(node) and not is_region(_body(node)):
-            return "takes a number of the host into its body."
+            return "passes a number from the host to its body."
         return ""
 
     def _is_scalar(self, node: Node) -> bool:

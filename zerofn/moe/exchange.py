@@ -20,7 +20,7 @@ from .routing import Routing
 
 
 def experts_here(num_experts: int, axis: str | Axis | None, what: str) -> tuple[int, int]:
-    """Return (experts of each rank, ranks). Raises `ValueError` for experts that ranks cannot share."""
+    """Return (experts of each rank, ranks). Raises `ValueError` for experts that ranks cannot divide."""
     if axis is None:
         return num_experts, 1
     where = axis_of(axis)

@@ -116,7 +116,7 @@ def asked_for(offload: Offload | str | None, copies: str) -> Offload:
         if offload not in TIERS:
             near = nearest(offload, ("cpu", "nvme"), 1, 0.0)
             raise ValueError(
-                f"offload={offload!r} is not known; did you mean {near[0]!r}? Possible are 'cpu', 'nvme' and "
+                f"offload={offload!r} is not known; did you mean {near[0]!r}? Write 'cpu', 'nvme' or "
                 "zerofn.Offload(optimizer=..., params=..., path=...)."
             )
         return Offload(optimizer=offload, params=None if copies else offload)

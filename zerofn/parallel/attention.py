@@ -2,7 +2,7 @@
 
 A rank has two chunks of each sequence: of 2 * size chunks, rank r has the chunks r and 2 * size - 1 - r ("zigzag").
 Under a causal mask late chunks need more work than early ones, so with one of each all ranks have equal work. `Chunks`
-describes other ways to deal chunks to ranks.
+describes other ways to distribute chunks to ranks.
 
 `ulysses`: ranks exchange sequences for heads, so that each rank has whole sequences of some heads (DeepSpeed-Ulysses,
 arXiv:2309.14509). `ring`: blocks of keys and values go round, and each rank adds up what the blocks contribute,
@@ -113,9 +113,9 @@ def attention(
 
     -> [B, H, s, E] in the dtype of `q`. All ranks must call it.
 
-    Raises `ValueError` for heads that ranks cannot share, for an s that the chunks do not divide, for a mask of another
-    shape, for a mask in a ring, for a mask together with a layout, for an unknown method, for an axis that does not
-    exist, and in a ring for blocks that the step chooses and for a `sparse.Layout`.
+    Raises `ValueError` for heads that ranks cannot divide, for an s that the chunks do not divide, for a mask of
+    another shape, for a mask in a ring, for a mask together with a layout, for an unknown method, for an axis that does
+    not exist, and in a ring for blocks that the step chooses and for a `sparse.Layout`.
 
     >>> x = torch.randn(1, 2, 4, 8)
     >>> attention(x, x, x, axis="data").shape

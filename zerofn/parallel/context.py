@@ -77,7 +77,7 @@ def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunk
     outputs and gradients must be equal to 1e-6. If no small model can be made, the log says so.
 
     Raises `TypeError` for anything but a decoder or encoder of transformers. Raises `ValueError` for a mesh without the
-    axis, for a second call, for a model that computes other values on parts, for heads that ranks cannot share, and,
+    axis, for a second call, for a model that computes other values on parts, for heads that ranks cannot divide, and,
     when the model is called, for a batch that was not split by `split_sequence`.
     """
     axis = mesh.axis(CONTEXT)
@@ -153,8 +153,8 @@ def _check(model: nn.Module, name: str, config: Any, axis: Axis, slices: int, me
     if method == "ulysses" and isinstance(heads, int) and heads % (axis.size * slices):
         each = f"{heads // slices} of the {heads}" if slices > 1 else f"the {heads}"
         raise ValueError(
-            f"context: {axis.size} ranks of {axis.name!r} cannot share {each} heads of {name}; write method='ring', "
-            "which works for any number of heads."
+            f"context: {axis.size} ranks along {axis.name!r} cannot divide {each} heads of {name} equally. Write "
+            "method='ring', which works for any number of heads."
         )
 
 

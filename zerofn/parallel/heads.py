@@ -67,7 +67,7 @@ def check_matrices(name: str, part: nn.Module, how: Slice) -> None:
 
 def change_numbers(model: nn.Module, attributes: Attributes, size: int) -> None:
     """Change numbers that modules store to those of one of `size` ranks. Raises `ValueError` for a key that matches no
-    module, and for a number that ranks cannot share.
+    module, and for a number that ranks cannot divide.
     """
     for key, changes in attributes.items():
         found = [part for name, part in model.named_modules() if matches(key, name)]

@@ -111,7 +111,7 @@ def slice_of(key: str, value: Any) -> Slice:
         )
     if value not in WORDS:
         near = nearest(value, WORDS)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(WORDS)}."
+        hint = f"; did you mean {near[0]!r}?" if near else f"; write one of {', '.join(WORDS)}."
         raise ValueError(f"plan[{key!r}]={value!r} is not known{hint}")
     return WORDS[value]
 

@@ -41,8 +41,8 @@ def split_sequence(
 
     A rank's loss is n * (sum of its tokens' losses) / items_per_row.sum(); the mean of these over ranks is the loss
     of whole sequences. `zerofn.parallel.context` lets transformers' models compute it. Raises `ValueError` for a length
-    that ranks cannot share, for padding (`attention_mask` with zeros), and for `position_ids` that neither increase by
-    1 nor start again with 0.
+    that the chunks do not divide, for padding (`attention_mask` with zeros), and for `position_ids` that neither
+    increase by 1 nor start again with 0.
 
     >>> mesh = Mesh.make(data=-1)
     >>> sorted(split_sequence({"input_ids": torch.tensor([[5, 6, 7, 8]])}, mesh))
@@ -80,10 +80,10 @@ def split_sequence(
 
 def _check_length(size: int, along: Axis, pieces: int) -> None:
     if size % pieces:
-        longer, ranks = size + -size % pieces, f"{along.size} ranks of {along.name!r}" if along.size > 1 else "1 rank"
+        what = f"{along.size} ranks along {along.name!r}" if along.size > 1 else "the chunks"
         raise ValueError(
-            f"split_sequence: {ranks} cannot share sequences of {size} tokens: pad them to {longer},"
-            f" with the label {IGNORED} for padding, or shorten them."
+            f"split_sequence: {what} cannot divide sequences of {size} tokens equally. Pad them to "
+            f"{size + -size % pieces} tokens, with the label {IGNORED} for padding, or shorten them."
         )
 
 

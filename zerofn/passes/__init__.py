@@ -224,7 +224,7 @@ def after(name: str, *mine: Pass) -> Edit:
 def _placed(name: str, mine: Sequence[Pass], behind: int) -> Edit:
     names = [x.name for x in _ALL]
     if name not in names:
-        raise ValueError(f"passes: there is no standard pass {name!r}; there are {', '.join(names)}.")
+        raise ValueError(f"passes: there is no standard pass {name!r}. The standard passes are {', '.join(names)}.")
     earlier = _ALL[: names.index(name) + behind]
 
     def edit(known: list[Pass]) -> list[Pass]:

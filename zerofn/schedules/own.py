@@ -32,7 +32,7 @@ def as_given(schedule: str | Schedule | Sequence[Sequence[Any]], where: str) -> 
             known = (*NAMES, AUTO)
             if schedule not in known:
                 near = nearest(schedule.lower(), known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}."
+                hint = f"; did you mean {near[0]!r}?" if near else f"; write one of {', '.join(known)}."
                 raise ValueError(f"schedule={schedule!r} is not known{hint}")
             return schedule
         if not isinstance(schedule, Schedule):

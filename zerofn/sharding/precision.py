@@ -148,7 +148,7 @@ def resolve(precision: Precision | str | None, wire: Any = None) -> Precision:
             return NAMED[precision]
         near = nearest(precision, NAMED, 1, 0.0)
         raise ValueError(
-            f"precision={precision!r} is not known; did you mean {near[0]!r}? Possible are {sorted(NAMED)} and "
+            f"precision={precision!r} is not known; did you mean {near[0]!r}? Write one of {sorted(NAMED)} or "
             "zerofn.Precision(param, compute, reduce)."
         )
     names = ", ".join(map(repr, sorted(NAMED)))

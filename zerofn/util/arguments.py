@@ -126,10 +126,10 @@ def meant(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the names that one may have meant.
 
     >>> meant("stag", ["stage", "mesh"]), meant("lr", ["stage", "mesh"])
-    ("Did you mean 'stage'?", "There are 'stage', 'mesh'.")
+    ("Did you mean 'stage'?", "Write one of 'stage', 'mesh'.")
     """
     near = nearest(name, known, cutoff=0.6)
-    return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"There are {', '.join(map(repr, known))}."
+    return f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Write one of {', '.join(map(repr, known))}."
 
 
 def known_arguments(function: F) -> F:
