@@ -135,7 +135,7 @@ _Made = tuple[CapturedStep, Sequence[Tensor]]  # what will run, and what it clos
 
 class CompiledStep(TypedStep[S, B, R]):
     """A compiled step. `timings`: seconds of its last capture and passes, and its number of nodes. `state`: the newest
-    state that it has returned, for the case that Ctrl-C ends the function that had it; write None to free it.
+    state that the step returned, in case Ctrl-C ends the function that held it; set it to None to free the memory.
     """
 
     def __init__(self, train_step: Callable[[S, B], R], options: Options) -> None:
@@ -158,7 +158,7 @@ class CompiledStep(TypedStep[S, B, R]):
 
     @property
     def flops(self) -> int:
-        """A rank's operations in matrix products, as last called; 0 before. What is recomputed does not count."""
+        """A rank's FLOPs in matrix products in the last call, without recomputed ones; 0 before the first call."""
         return flops_of_step(self._last.entries[-1].program).model if self._last and self._last.entries else 0
 
     def called(self, state: Any, batch: Any) -> Any:
@@ -194,7 +194,7 @@ class CompiledStep(TypedStep[S, B, R]):
     @users_frames("_entry_for")
     @outside_steps("step.lower")
     def lower(self, state: S, batch: B) -> Plan:
-        """Return the `Plan` of a step on this state and batch: what it needs and does, known before it runs.
+        """Return the `Plan` of a step on this state and batch: what the step will need and send.
 
         The step is captured and scheduled; the next call runs it. Nothing is allocated. All ranks must call it.
         """
@@ -202,7 +202,7 @@ class CompiledStep(TypedStep[S, B, R]):
 
     @outside_steps("step.profile")
     def profile(self, state: S, batch: B, machine: Machine | str | os.PathLike[str] | None = None) -> tuple[R, Profile]:
-        """Run two steps on this batch, and return (what the second returns, `Profile`).
+        """Run two steps on this batch. Return (the result of the second step, a `Profile`).
 
         The first step measures every operation, the second one follows memory. `machine`: the profile that
         `zerofn profile` wrote here, or `zerofn.this_machine()`; then times are predicted, too. All ranks must

@@ -53,7 +53,7 @@ class Saving:
         self._thread = thread
 
     def done(self) -> bool:
-        """Whether it has ended. If it failed, `wait` says how."""
+        """Whether the save has ended. If it failed, `wait` raises its error."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> None:

@@ -81,12 +81,12 @@ def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Te
     """Concatenate every rank's `x` along `dim`, in rank order.
 
     `x` [..., s, ...]: any dtype, of one shape and dtype on all ranks, at least one dim. `axis`: the ranks that take
-    part, by default those with other parts of the batch; see the module. `dim`: which dim to concatenate along,
-    negative ones counted from the last.
+    part, by default those that have different parts of the batch; see the module. `dim`: the dim to concatenate along;
+    negative ones count from the last.
 
-    -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. At one rank a view of `x`.
-    Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that is not there, `IndexError`
-    for a dim that is not there.
+    -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. With one rank, a view of `x`.
+    Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that does not exist,
+    `IndexError` for a dim that does not exist.
 
     >>> all_gather(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -99,12 +99,12 @@ def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -
     """Sum `x` over ranks and keep this rank's equal part along `dim`.
 
     `x` [..., size * s, ...]: of one shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`. `dim`:
-    which dim to cut, negative ones counted from the last.
+    the dim to cut; negative ones count from the last.
 
     -> [..., s, ...]: rank r gets elements [r * s, (r + 1) * s) of the sum along `dim`, added up in the dtype of `x`, on
-    gloo in rank order, on its device. At one rank a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
-    scalar, where the size of `dim` is no multiple of the number of ranks, and for an axis that is not there;
-    `IndexError` for a dim that is not there.
+    gloo in rank order, on its device. With one rank, a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
+    scalar, if the size of `dim` is not a multiple of the number of ranks, and for an axis that does not exist;
+    `IndexError` for a dim that does not exist.
 
     >>> reduce_scatter(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -125,11 +125,11 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 
     `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
 
-    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. At one
-    rank a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
-    model, which `scatter` averages. For a mean, see `mean`. Transpose: itself. In `value_and_grad` it is right where
-    gradients are averaged, and along `tensor` where each rank goes on with the sum in its own way; elsewhere a captured
-    step is refused. Raises `ValueError` for an axis that is not there.
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. With one
+    rank, a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
+    model, which `scatter` averages. For a mean, see `mean`. Transpose: itself. In `value_and_grad`, its gradient is
+    right along axes over which gradients are averaged, and along `tensor` if each rank uses the sum in its own way;
+    otherwise capture raises an error. Raises `ValueError` for an axis that does not exist.
 
     >>> all_reduce(torch.tensor(3.0), axis="data")
     tensor(3.)
@@ -141,16 +141,16 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 
 @checked()
 def broadcast(x: Tensor, axis: str | Axis | None = None, *, source: int = 0) -> Tensor:
-    """Hand every rank the `x` of one of them.
+    """Return one rank's `x` on all ranks.
 
-    `x` [...]: any dtype, of one shape and dtype on all ranks. `axis`: see `all_gather`. `source`: whose it is, a rank
-    of the axis.
+    `x` [...]: any dtype, of one shape and dtype on all ranks. `axis`: see `all_gather`. `source`: the rank of the axis
+    whose `x` is returned.
 
-    -> [...] in the dtype and on the device of `x`, the same bits on all ranks. At one rank a view of `x`. Each rank
-    sends two parts in n of `x` to every other, at most: twice what one rank would, and no rank is waited for longer
-    than others. Transpose: the sum on `source`, zero elsewhere. Meant for values that each rank computes from its own
-    rows, of which one is to be the state's, such as a queue of features. Raises `ValueError` for a source or an axis
-    that is not there.
+    -> [...] in the dtype and on the device of `x`, the same bits on all ranks. With one rank, a view of `x`. An
+    all-to-all and an all-gather spread the work: each rank sends at most 2 / n of `x` to each other rank. Transpose:
+    the sum on `source`, zero elsewhere. Meant for values that each rank computes from its own rows, of which one
+    becomes part of the state, such as a queue of features. Raises `ValueError` for a source or an axis that does not
+    exist.
 
     >>> broadcast(torch.tensor([1.0, 2.0]))
     tensor([1., 2.])
@@ -169,10 +169,10 @@ def broadcast(x: Tensor, axis: str | Axis | None = None, *, source: int = 0) -> 
 
 @checked()
 def mean(x: Tensor, like: Any = None) -> Tensor:
-    """Return the mean of `x` over the ranks that have other parts of the batch: what a rank's metric becomes.
+    """Return the mean of `x` over the ranks that have different parts of the batch, for metrics.
 
     `x` [...]: of one shape and dtype on all ranks, such as the loss of this rank's rows. `like`: the state or the
-    parameters with which it was computed, or their mesh; None is the present mesh, see the module.
+    parameters with which it was computed, or their mesh; None is the current mesh, see the module.
 
     -> [...] in the dtype of `x`, integers in torch's default dtype; the same on all ranks that computed `x` alike.
     Ranks count equally: where they have unequally many tokens, divide `all_reduce` of sums by that of numbers.
@@ -204,8 +204,8 @@ def vary(x: Tensor, axis: str | Axis) -> Tensor:
 
     `x` [...]: the same on all ranks. `axis`: see `all_gather`.
 
-    -> a view of `x`. Its gradient is the sum of those of all ranks: transpose `psum`. All ranks must call it. Raises
-    `ValueError` for an axis that is not there.
+    -> a view of `x`. Its gradient is the sum of all ranks' gradients: the transpose is `psum`. All ranks must call it.
+    Raises `ValueError` for an axis that does not exist.
 
     >>> vary(torch.tensor(3.0), axis="data")
     tensor(3.)
@@ -219,11 +219,12 @@ def psum(x: Tensor, axis: str | Axis) -> Tensor:
 
     `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
 
-    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. What follows is computed
-    alike on all of them, so that the gradient of `x` is that of the sum: transpose `vary`. In `all_reduce` each rank
-    goes on in its own way, and gradients are summed. All ranks must call it. Raises `ValueError` for an axis that is
-    not there, and in `value_and_grad` along an axis over which it averages gradients: they would be 1/n of what they
-    should be. There, `mean` and `all_reduce` are right, or `vary` of all parameters that go into `x`.
+    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. All ranks must use the
+    sum in the same way; the gradient of `x` is then the gradient of the sum: the transpose is `vary`. (After
+    `all_reduce`, each rank may use the sum in its own way, and gradients are summed.) All ranks must call it. Raises
+    `ValueError` for an axis that does not exist, and in `value_and_grad` along an axis over which gradients are
+    averaged, because they would be too small by a factor of n. There, use `mean` or `all_reduce`, or apply `vary` to
+    all parameters from which `x` is computed.
 
     >>> psum(torch.tensor(3.0), axis="data")
     tensor(3.)

@@ -30,7 +30,7 @@ FAKE = "fake machine, "  # begins the name of a group that is only planned for; 
 
 @dataclass(frozen=True)
 class Axis:
-    """One named axis of ranks. Axes are equal if name and size are; rank and group say where this process is on it."""
+    """A named axis of ranks. `rank`: this process's, along the axis. Axes are equal if names and sizes are equal."""
 
     name: str
     size: int
@@ -42,12 +42,12 @@ class Axis:
 
     @property
     def kind(self) -> AxisKind:
-        """What this axis is, if it is none for several."""
+        """The kind of this axis, if it does not stand for several axes."""
         return kind_of(self.name)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The axes of several ranks that it goes over."""
+        """The axes that this axis stands for, those with several ranks."""
         return tuple(self.name.split(BETWEEN))
 
 

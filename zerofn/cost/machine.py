@@ -101,7 +101,7 @@ class Machine:
 
     @checked()
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, atomically."""
+        """Write the machine to a file as JSON, atomically."""
         target = Path(path)
         if not target.parent.is_dir():
             raise ValueError(f"the folder {os.fspath(target.parent)!r} for {target.name} does not exist.")

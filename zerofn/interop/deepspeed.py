@@ -29,8 +29,8 @@ _PATTERNS = ("fixed", "dense", "variable", "bigbird", "bslongformer", "local_sli
 class Setup:
     """What a DeepSpeed configuration becomes.
 
-    `shard`: arguments of `zerofn.shard`. `compile`: arguments of `zerofn.compile`. `tx`: the optimizer, behind the
-    clipping of gradients. `schedule`: its learning rate, a float or a schedule. `loss_scale`: for
+    `shard`: arguments of `zerofn.shard`. `compile`: arguments of `zerofn.compile`. `tx`: the optimizer, after
+    gradient clipping. `schedule`: its learning rate, a float or a schedule. `loss_scale`: for
     `TrainState.create`, None without fp16. `num_microbatches`: for `zerofn.accumulate`. `rows`: of one rank's batch,
     all microbatches together; None if the configuration does not say. `on_nonfinite`: for `apply_gradients`.
     `cast_batch`: the dtype to which floating-point tensors of the batch are to be cast, or None. `sparse_attention`: a

@@ -43,12 +43,12 @@ class Routing:
 
     @property
     def kept(self) -> Tensor:
-        """Which choices have a place: bool [k, S]."""
+        """Which choices were accepted: bool [k, S]."""
         return self.slot < self.num_slots
 
     @property
     def dropped(self) -> Tensor:
-        """How many choices of tokens have no place: a 0-d int64 tensor."""
+        """How many choices were dropped: a 0-d int64 tensor."""
         return self.counts.sum() - self.kept.sum()
 
 

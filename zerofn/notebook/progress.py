@@ -73,10 +73,10 @@ class Progress(Generic[B]):
                     sink.close()
 
     def log(self, metrics: Mapping[str, Any] | None = None, state: Any = None, **more: Any) -> None:
-        """Say what the step has returned. Nothing is read from the device before the next line is due.
+        """Log what the step returned. Nothing is read from the device before the next line is due.
 
         `metrics`: numbers and scalar tensors by name. `state`: of which skipped steps and the loss scale are shown.
-        Raises `TypeError` for metrics that are no mapping, such as the pair that the step returns.
+        Raises `TypeError` for metrics that are not a mapping, such as the pair that the step returns.
         """
         if metrics is not None and not isinstance(metrics, Mapping):
             raise TypeError(
@@ -86,7 +86,7 @@ class Progress(Generic[B]):
         self._aux, self._state = {**(metrics or {}), **more}, state
 
     def print(self, *words: Any) -> None:
-        """Print words, as `print` does, on rank 0, without a rest of the line of figures before them."""
+        """Print text, as `print` does, on rank 0, after removing the current line of figures."""
         if self._line is not None:
             self._line.clear()
             print(*words, flush=True)

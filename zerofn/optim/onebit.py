@@ -28,7 +28,7 @@ from .phases import CODED, EXACT, Phase, PhasedState
 
 @dataclass(frozen=True)
 class OneBitState(PhasedState):
-    """The state of optimizers that send one bit an element.
+    """The state of optimizers that send one bit per element.
 
     `count`, `nu_count`: number of applied updates, and of those that changed `nu`; int64 scalars. `mu`, `nu`: Adam's
     averages, in the parameters' structure and dtype. `worker_error`: the errors of the signs that a rank sent, one

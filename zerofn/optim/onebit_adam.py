@@ -73,7 +73,7 @@ def onebit_adam(
 
     Gradients must come from `state.value_and_grad`, which does not average them over ranks. In a `chain`, only
     transformations that multiply all gradients by one number may come before it: `clip_by_global_norm` clips by the
-    root of the mean over ranks of their squared norms, since the norm of the mean is not known. `mask`, `lr_scale`: as
+    root mean square of the ranks' norms, since the norm of the mean gradient is not known. `mask`, `lr_scale`: as
     in `adamw`. Raises `ValueError` for hyperparameters out of range.
 
     >>> from zerofn import optim

@@ -39,7 +39,7 @@ def warmup_cosine_decay_schedule(
 ) -> Schedule:
     """A straight line from `init_value` to `peak_value` over `warmup_steps`, then half a cosine to `end_value`.
 
-    `decay_steps` counts both together. `exponent` is that of `cosine_decay_schedule`. Raises `ValueError` unless
+    `decay_steps` includes `warmup_steps`. `exponent`: as in `cosine_decay_schedule`. Raises `ValueError` unless
     `decay_steps` is more than `warmup_steps`.
 
     >>> from zerofn import optim

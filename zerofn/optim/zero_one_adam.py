@@ -28,9 +28,10 @@ def zero_one_adam(
     """0/1 Adam (Lu et al. 2022, arXiv:2202.06009, Algorithm 1) without local steps.
 
     It is `onebit_adam` without a warm-up. The variance is updated in the first `var_update_scaler` updates, then in as
-    many updates at intervals of 2, then 4, 8, and so on, until update `var_freeze_step`. These updates are those of
-    `adamw` with the exact mean of gradients; in all others, ranks send the signs of their parts of the momentum. v is
-    bias-corrected by the number of its updates. State, memory, bytes and rules for a chain are those of `onebit_adam`.
+    many updates at intervals of 2, then 4, 8, and so on, until update `var_freeze_step`. In these updates it
+    is `adamw` with the exact mean of gradients; in all others, ranks send the signs of their parts of the momentum. v
+    is bias-corrected by the number of its updates. State, memory, bytes and rules for a chain are those of
+    `onebit_adam`.
 
     The paper's other policy, local steps whose sum is sent as signs, is not implemented: every step sends. (For
     replicas that train alone for some steps, see `zerofn.diloco`.) `mask`, `lr_scale`: as in `adamw`. Raises

@@ -18,7 +18,7 @@ from ..util.arguments import known_fields
 class Chunks:
     """Which chunks of a row each rank has. All chunks have equally many tokens, and are numbered in order.
 
-    `of`: the numbers of each rank's chunks, ascending, equally many for all ranks. `early_and_late` and `in_order` make
+    `of`: the indices of each rank's chunks, ascending, equally many for all ranks. `early_and_late` and `in_order` make
     the usual ones; `balanced_chunks` chooses by a layout of attention. Raises `ValueError` unless each chunk occurs
     exactly once.
 

@@ -201,10 +201,10 @@ _WITHOUT_DONATION = (copy_outputs,)
 
 
 def before(name: str, *mine: Pass) -> Edit:
-    """Return a function for `compile(passes=)`: all passes, with `mine` in front of the standard one of this name.
+    """Return a function for `compile(passes=)`: all passes, with `mine` before the standard pass of this name.
 
-    Where a step does without that one (an evaluation does not donate), they stand where it would. `before("donate")`
-    is the place for what changes values: the graph is scheduled, and still returns every new value of the state.
+    If a step does not run that pass (an evaluation does not donate), `mine` runs where it would. Use `before("donate")`
+    for passes that change values: there the graph is scheduled, and still returns every new value of the state.
     Raises `ValueError` for another name.
 
     >>> edit = before("donate", Pass(lambda program: None, name="mine"))
@@ -215,7 +215,7 @@ def before(name: str, *mine: Pass) -> Edit:
 
 
 def after(name: str, *mine: Pass) -> Edit:
-    """Return a function for `compile(passes=)`: all passes, with `mine` behind the standard one of this name. See
+    """Return a function for `compile(passes=)`: all passes, with `mine` after the standard pass of this name. See
     `before`.
     """
     return _placed(name, mine, 1)

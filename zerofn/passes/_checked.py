@@ -29,7 +29,7 @@ _KINDS = ("placeholder", "get_attr", "call_function", "output")
 
 
 class PassError(RuntimeError):
-    """A pass left a graph that is not sound; the message names the pass."""
+    """A pass made a graph that cannot be used; the message names the pass."""
 
 
 def apply_checked(program: Program, each: Pass) -> None:

@@ -153,7 +153,7 @@ class Plan:
 
     @cached_property
     def break_even(self) -> BreakEven | None:
-        """On which links codes are worth their cost (`shard(wire=...)`): the codes of this step, or int8 if it has
+        """The link speeds at which codecs save time (`shard(wire=...)`): the codecs of this step, or int8 if it has
         none.
 
         None if the step sends no unit, for a stage of a pipeline (stages are simulated together), and for a step of

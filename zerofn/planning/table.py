@@ -20,8 +20,8 @@ from .wire import BreakEven
 
 
 class Table:
-    """Plans for `world` ranks of `machine`, one a row; `best` is the recommended row. Methods of `Plan` return those of
-    this row.
+    """Plans for `world` ranks of `machine`, one per row; `best` is the recommended row. Methods that a `Plan` has, too,
+    return the values of this row.
 
     `left_out`: a sentence for each mesh that was not planned, with the reason.
     """

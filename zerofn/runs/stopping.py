@@ -29,7 +29,7 @@ _SIGNAL, _TIME = 1.0, 2.0
 
 
 class Stopped(SystemExit):
-    """The state is saved, and the run is to go on in another process. As an exit it has status 75, EX_TEMPFAIL."""
+    """The state is saved, and the run should continue in another process: `SystemExit` with status 75, EX_TEMPFAIL."""
 
     def __init__(self, message: str) -> None:
         super().__init__(AGAIN)

@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
     `kind`: "F" is the forward pass, "B" the whole backward pass. In place of "B" come "I", the gradient of the stage's
     input, and later "W", the gradients of its weights. Stage 0 has no input that needs a gradient: its backward pass is
-    one "B" in every schedule, also in those that split the others.
+    one "B" in every schedule, even in those that split the other stages' backward passes.
 
     >>> str(Action(2, "F", 0)), Action.parse("1I3")
     ('2F0', Action(stage=1, kind='I', microbatch=3))
@@ -53,11 +53,11 @@ class Action(NamedTuple):
 
     @property
     def makes(self) -> Action:
-        """What others may wait for when this action is done. A B makes what an I makes."""
+        """The value that this action makes and other actions wait for. A B makes the same value as an I."""
         return Action(self.stage, "I", self.microbatch) if self.kind == "B" else self
 
     def reads(self, num_stages: int) -> tuple[Action, ...]:
-        """What has to be made before this action, in a pipeline of so many stages.
+        """The values that must exist before this action, in a pipeline of so many stages.
 
         >>> [str(x) for x in Action(1, "B", 3).reads(num_stages=4)]
         ['1F3', '2I3']
@@ -155,12 +155,13 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
-        """Read a schedule as `to_csv` or torch writes it. The placement follows from it; `check` says whether it works.
+        """Read a schedule as `to_csv` or torch writes it. The stages of each rank follow from the text; `check` says
+        whether the schedule works.
 
         Empty cells are idle time, which follows from costs; torch's transfers, gathers and reductions are left out, as
         `messages` and the step make their own. Stage 0's I is left out, and its W is read as B.
 
-        Raises `ValueError` if a cell is no action, or if stages lie in no `Placement`.
+        Raises `ValueError` if a cell is not an action, or if no `Placement` has these stages on these ranks.
         """
         rows = csv.reader(io.StringIO(text.strip()))
         orders = tuple(tuple(whole_at_first(_read(row, f"{name}, line {i + 1}"))) for i, row in enumerate(rows))

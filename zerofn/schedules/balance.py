@@ -21,7 +21,7 @@ Judge = Callable[[list[int]], tuple[float, ...]]
 
 
 class Part(NamedTuple):
-    """What no boundary cuts: the embedding, a block, the final norm with the head.
+    """A part of a model that is never split: the embedding, a block, the final norm with the LM head.
 
     `f`, `i`, `w`: seconds of a microbatch's F, I and W. `crossing`: seconds of the transfer of what crosses a boundary
     in front of it, in either direction. Bytes: `saved` from F on, `kept` from I to W, `fixed` all the time.

@@ -14,7 +14,7 @@ def check(schedule: Schedule) -> None:
       one W; stage 0 has B.
     - F of a stage go through microbatches in ascending order, since buffers may be written in F; so do gradients of
       weights (B or W), as every order of a sum rounds otherwise.
-    - No rank waits for ever: what an action reads is made earlier, whatever the costs.
+    - No rank waits forever: every value that an action reads is made earlier, whatever the costs.
 
     >>> from zerofn import schedules
     >>> check(schedules.Schedule.from_csv("0F0,0B0,0F1,0B1"))

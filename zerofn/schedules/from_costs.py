@@ -26,10 +26,11 @@ _SLACK = 1e-9  # of times that sums in another order make
 
 
 def fill(schedule: Schedule, costs: Costs, limit: Limit = None, patience: float = 0.0) -> Schedule | None:
-    """Return a schedule with the same F and I, and each W where its rank would wait, or where memory asks for it.
+    """Return a schedule with the same F and I, but with each W at a moment when its rank would wait, or when memory
+    would run out.
 
-    A B becomes an I and a W. `patience`: a W begins only if its rank would wait for this part of it or longer. None if
-    the limit is exceeded, wherever W stand.
+    A B becomes an I and a W. `patience`: a W begins only if its rank would wait for at least this fraction of the W's
+    time. Returns None if the limit is exceeded with any order of W.
 
     >>> from zerofn import schedules
     >>> print(fill(schedules.make("1f1b", ranks=2, microbatches=3), schedules.Costs.even(2)))
@@ -69,10 +70,11 @@ def best(
 
 
 def usual_limit(costs: Mapping[Placement, Costs], microbatches: int) -> float:
-    """Return the bytes that a rank may hold if nobody says so: every placement has a named schedule that keeps them.
+    """Return the default limit of the bytes that a rank may hold, with which every placement has a named schedule.
 
-    That is what the worst rank holds under the named schedule that needs the least, in the placement where this is the
-    most. Without a limit, the fastest schedule would keep what W needs of many microbatches.
+    For each placement, take the named schedule that needs the least memory, and the bytes of its worst rank. The limit
+    is the largest of these numbers. Without a limit, the fastest schedule would store the inputs of W of many
+    microbatches.
 
     >>> from zerofn import schedules
     >>> usual_limit({schedules.Placement("line", 4): schedules.Costs.even(4)}, microbatches=16)

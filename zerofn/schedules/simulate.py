@@ -12,7 +12,7 @@ from .check import possible_order
 
 @dataclass(frozen=True)
 class Costs:
-    """What a microbatch takes.
+    """The seconds and bytes of one microbatch on each stage.
 
     `f`, `i`, `w`: seconds of each stage's F, I and W; a B takes i + w, as stage 0's whole backward pass does.
     `down[s]`: seconds of the transfer of activations from stage s to s + 1; `up[s]`: of gradients back. Between stages
@@ -49,7 +49,7 @@ class Costs:
         return cls((f,) * stages, (i,) * stages, (w,) * stages, sends, sends, one, one)
 
     def seconds(self, stage: int, kind: Kind) -> float:
-        """What an action takes."""
+        """The seconds that an action takes."""
         if kind == "B":
             return self.i[stage] + self.w[stage]
         return {"F": self.f, "I": self.i, "W": self.w}[kind][stage]
@@ -89,7 +89,7 @@ class Timeline:
 
     def text(self, width: int = 100) -> str:
         """A line for each rank, `width` characters for the whole time: "F0" where the forward pass of microbatch 0
-        begins, "-" while an action goes on, "." where the rank waits. Letters of odd chunks are small.
+        begins, "-" while an action continues, "." where the rank waits. Actions of odd chunks have lower-case letters.
 
         >>> from zerofn import schedules
         >>> print(simulate(schedules.make("1f1b", ranks=2, microbatches=2), Costs.even(2)).text(36))
@@ -117,8 +117,8 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Run each rank's actions in their order; one begins when its rank is free and what it reads is there.
 
-    Transfers begin when their value is made, and take no time of a rank. Raises `ValueError` if ranks wait for each
-    other (see `check`), or if costs are of another number of stages.
+    Transfers begin when their value is made, and take no time of a rank. Raises `ValueError` if ranks would wait for
+    each other forever (see `check`), or if the costs are for another number of stages.
 
     >>> from zerofn import schedules
     >>> simulate(schedules.make("gpipe", ranks=2, microbatches=4), Costs.even(2)).makespan  # (m + p - 1)(F + I + W)

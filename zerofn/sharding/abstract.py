@@ -30,7 +30,7 @@ def abstract(state: T) -> T:
         state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks
 
     Every `Sharded` keeps its stage, precision, units, storage and tiers. Replicated leaves (step counts, loss scales)
-    keep their values. In another process, `load` shards the state over that process's ranks along `data`, also if it
+    keep their values. In another process, `load` shards the state over that process's ranks along `data`, even if it
     was on another mesh, and makes their process group if a launcher started them; leaves are not sliced then. The state
     may be a donated one. Nothing is sent or allocated.
 

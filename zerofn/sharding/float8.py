@@ -30,12 +30,13 @@ class _Chosen:
 class Fp8:
     """Which linear layers multiply in float8: `Precision(fp8=Fp8(where))`, or `precision="fp8"` for the default.
 
-    The default selects every linear layer whose two sizes are multiples of 16, except heads: layers with as many
+    The default selects every linear layer whose two sizes are multiples of 16, except LM heads: layers with as many
     outputs as the longest embedding table has rows, the size of the vocabulary. Logits need more than 8 bits.
 
-    `where(name)` returns True or False and replaces the default, also for heads. `shard` calls it once for each matrix
-    of the parameters, and the state stores the answers, which do not change during training. A selected layer must have
-    sizes that are multiples of 16. If no linear layer multiplies by a matrix, the answer has no effect on products.
+    `where(name)` returns True or False and replaces the default, also for LM heads. `shard` calls it once for each
+    matrix of the parameters, and the state stores the answers, which do not change during training. A selected layer
+    must have sizes that are multiples of 16. If no linear layer multiplies by a matrix, the answer has no effect on
+    products.
 
     Other layers, attention, norms, embeddings and sums compute in `Precision.compute`. `step.lower(...).float8` lists
     for each weight whether its products are float8, and why.

@@ -249,7 +249,7 @@ def _named(path: str) -> Callable[[str], bool]:
 
 @checked()
 def scatter(values: Any, like: Sharded, *, axis: str | Axis | None = None) -> Sharded:
-    """Average a tree of full tensors over ranks, and return this rank's shards of the mean: one reduce-scatter a unit.
+    """Average a tree of full tensors over ranks. Return this rank's shards of the mean: one reduce-scatter per unit.
 
     `values`: a tree with the leaves of `like`, floating tensors in their full shapes, different on every rank.
     `like`: the tree whose layout the result takes, usually the parameters. `axis`: the mesh axis to average over, a

@@ -11,7 +11,7 @@ from ..util.arguments import checked
 
 
 class Blocks(NamedTuple):
-    """For each block of queries, the numbers of the blocks of keys that it attends to. `chosen` makes one."""
+    """For each block of queries, the indices of the blocks of keys that it attends to. `chosen` makes one."""
 
     numbers: Tensor
     block_q: int
@@ -22,12 +22,12 @@ class Blocks(NamedTuple):
 def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
     """Return a layout for `attention` from an index of blocks, which the step computes, for example by `topk`.
 
-    `index` int32 or int64 [batch, heads, blocks of queries, k], or with 1 for the batch or the heads: numbers of blocks
+    `index` int32 or int64 [batch, heads, blocks of queries, k], or with 1 for the batch or the heads: indices of blocks
     of keys. -1 means no block, and a repeated block counts once. `block`: number of tokens of a block of keys.
     `queries`: number of tokens of a block of queries, by default the same. The index has no gradient. On the CPU,
     attention refuses an index of a block that does not exist.
 
-    Raises `TypeError` and `ValueError` for another dtype or shape, and for blocks of no token.
+    Raises `TypeError` and `ValueError` for another dtype or shape, and for blocks without a token.
 
     >>> blocks = chosen(torch.tensor([0, 1]).view(1, 1, 2, 1), block=64)  # each block of queries its own
     """

@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 class Pattern:
     """Which keys each query attends to. `a & b` allows pairs that both allow, `a | b` pairs that at least one allows.
 
-    `tile`: the largest number of queries and keys of a tile with which no pair is computed in vain.
+    `tile`: the largest tile, in queries and keys, with which only allowed pairs are computed.
     """
 
     tile = 64
@@ -274,7 +274,7 @@ def sliding_window(window: int) -> Pattern:
 
 @checked()
 def sinks(num: int) -> Pattern:
-    """All queries attend to the first `num` keys (attention sinks, arXiv:2309.17453), also to keys after the query: for
+    """All queries attend to the first `num` keys (attention sinks, arXiv:2309.17453), even to keys after the query: for
     a decoder, write `sinks(4) & causal`, or `is_causal=True`. Raises `ValueError` for `num` below 1.
 
     >>> streaming = (sinks(4) | sliding_window(1024)) & causal

@@ -37,13 +37,13 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
 
     `model`: its layers call `torch.nn.functional.scaled_dot_product_attention`, as transformers' do with
     `attn_implementation="sdpa"`. `layout`: as for `sparse.attention`; None restores the model's own attention. The
-    model's `is_causal`, scale and dropout stay. `layers`: numbers of attention layers, in the order of
+    model's `is_causal`, scale and dropout stay. `layers`: indices of attention layers, in the order of
     `model.modules()`; by default all. Another call changes only the layers that it names. A layout may depend on the
     step's batch, if the step itself calls `use`.
 
     When attention is called, raises `ValueError` if the model passes its own mask (padding, packed rows, a window),
     unless the mask is a triangle or hides nothing, if a layer computes attention in another way, or if the numbers of
-    keys and queries differ. Raises `ValueError` for a model without such layers, and for numbers of layers that do not
+    keys and queries differ. Raises `ValueError` for a model without such layers, and for indices of layers that do not
     exist.
 
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)

@@ -49,11 +49,11 @@ Step = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class DilocoState:
-    """What a step of `diloco` takes and returns.
+    """The state of a step of `diloco`.
 
-    `step`: inner steps so far, an int64 scalar on the host. `began`: how many of them were over when replicas began to
-    train apart, likewise; -1 before. `params`: the parameters that the outer optimizer has made, the same on all
-    replicas; these are to be evaluated and exported. Until replicas train apart they are a copy of the inner ones.
+    `step`: inner steps so far, an int64 scalar on the host. `began`: the value of `step` when replicas began to train
+    apart, an int64 scalar; -1 before. `params`: the outer optimizer's parameters, the same on all replicas: evaluate
+    and export these. Until replicas train apart, they are a copy of the inner parameters.
     `opt_state`: the outer optimizer's state of each fragment. `replicas`: the inner state with an entry for each
     replica: a leaf [*shape] of it is [replicas, *shape] here, also for `unshard` and `save`. `sent`: of each fragment,
     the differences that replicas have sent last; () with `tau=0`.
@@ -96,7 +96,7 @@ def diloco(
     `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: number of inner steps from one outer step to the next.
     `axis`: the axis of replicas.
 
-    `fragments`: in how many parts the parameters are sent. Units are dealt to fragments in turn. Fragment f of F is
+    `fragments`: in how many parts the parameters are sent. Units are assigned to fragments in turn. Fragment f of F is
     sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: its outer
     step follows this many inner steps later. The reduce-scatter of differences is hidden behind the first half of these
     steps, the all-gather of means behind the second half. With `tau=1` half of the transfer is hidden, with more all of

@@ -235,8 +235,8 @@ class TrainState:
         return None if rate is None else rate(self.opt_state)
 
     def with_precision(self: Self, precision: Precision) -> Self:
-        """Return the state for a precision. For fp16 without a loss scale it gets a `DynamicLossScale`; with or without
-        feedback of what codes leave out, zeros for that, or None.
+        """Return the state for a precision. For fp16 without a loss scale, it gets a `DynamicLossScale`. `feedback` is
+        set to zeros if the precision has error feedback, else to None.
         """
         new = self
         if precision.compute is torch.float16 and self.loss_scale is None:
