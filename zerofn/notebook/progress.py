@@ -179,11 +179,11 @@ def progress(
 
     `step`: the compiled step. With it, the line also shows this rank's TFLOP/s, which count matrix products of the
     model (without recomputed ones), and on a known GPU their share of its peak (MFU). `tokens(batch) -> int`: number of
-    tokens of a rank's batch; by default the number of elements of its first 2-d tensor of integers, or of rows if it
-    has none. `to`: further destinations, one or several of: a path that ends in .jsonl, "tensorboard:FOLDER", "wandb"
-    or "trackio" (for the run that you have started), and objects with `write(record)` and `close()`. Raises
-    `ValueError` for an `every` below 1, an `initial` below 0 or an unknown destination, `ImportError` for a destination
-    whose library is not installed.
+    tokens of a rank's batch; by default the number of elements of its first 2-d tensor of integers, or its number of
+    rows if it has no such tensor. `to`: further destinations, one or several of: a path that ends in .jsonl,
+    "tensorboard:FOLDER", "wandb" or "trackio" (for the run that you have started), and objects with `write(record)` and
+    `close()`. Raises `ValueError` for an `every` below 1, an `initial` below 0 or an unknown destination, `ImportError`
+    for a destination whose library is not installed.
 
     >>> bar = progress([torch.ones(4, 3)] * 2, every=2)
     >>> for rows in bar:

@@ -71,7 +71,7 @@ class Replicas:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             raise ValueError(
                 f"{WHAT}: copies in memory help only if ranks are restarted, but this job has no launcher that "
-                "restarts them. Start the script with torchrun --max-restarts, or leave replicate_every out."
+                "restarts them. Start the script with torchrun --max-restarts 3, or leave replicate_every out."
             )
         if not MEMORY.is_dir():
             raise ValueError(

@@ -42,7 +42,7 @@ def attention(
 
     -> [B, H, L, E] in the dtype of `q`. A query without an allowed key gets zeros, and has no gradient. Differentiable
     once, in q, k and v; a second derivative raises `NotImplementedError`. Raises `TypeError` and `ValueError` for
-    tensors that do not fit each other, and a layout of other sizes.
+    tensors that do not fit each other, and for a layout whose sizes do not match.
 
     >>> from zerofn import sparse
     >>> x = torch.randn(1, 2, 100, 8)

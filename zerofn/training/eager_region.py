@@ -44,8 +44,8 @@ def eager_region(fn: Callable[P, T], *, like: Callable[..., Any]) -> Callable[P,
     no values, and returns a tree with the shapes and dtypes that `fn` always returns, such as `x.new_empty(len(x))`.
 
     It is differentiable once: the backward pass runs `fn` again. Random operations inside draw from the step's key.
-    Plans do not include memory and time inside `fn`. In a loss function that is not captured, the region runs in the
-    same way, so gradients have the same bits; elsewhere it simply calls `fn`.
+    Plans do not include the memory and time that `fn` takes. In a loss function that is not captured, the region runs
+    in the same way, so gradients have the same bits; elsewhere it simply calls `fn`.
 
     In a captured step, raises `TypeError` for an argument that is neither tensor nor constant, `ValueError` for an
     argument or closure that contains a differentiated tensor, and at run time `RuntimeError` if `fn` returns another
