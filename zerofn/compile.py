@@ -96,8 +96,7 @@ def compile(
       torch's CUDA allocator is limited, too: to `memory` plus an eighth (at least 1 GiB) for workspace.
     - `remat`: "full" recomputes all activations except those that one unit's part of the model passes to the next;
       "auto" recomputes the cheapest, until the saved activations take half as much memory as all of them would.
-    - `machine`: the cost model for scheduling transfers and recomputation; pass the same as to `zerofn.plan`. None is a
-      typical machine.
+    - `machine`: the cost model for schedules; pass the same as to `zerofn.plan`. None is a typical machine.
     - `backend`: "eager" runs operation by operation; "inductor" compiles the operations between matrix products and
       transfers, with results that are equal up to rounding, and the same at all stages; "auto" does this when it saves
       time; "graphs": see docs/fast.md. Or your own backend: an instance with `bind(program) -> Runner`.

@@ -77,7 +77,6 @@ WORDS: dict[str, Slice] = {
 }
 
 
-
 def of_matrix(where: str, how: Slice, num_dims: int) -> Slice:
     """Return the entry for a linear layer, with its `dim` counted from the end: -2 is "out", and -1 "in".
 

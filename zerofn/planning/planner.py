@@ -49,24 +49,18 @@ def plan(
     hpz: bool = False,
     wire: OneWire | Sequence[OneWire] = None,
 ) -> Table:
-    """Plan `train_step(state, batch)` on `world` ranks, with every requested combination of options. Return a `Table`
-    whose `best` is recommended.
+    """Plan `train_step(state, batch)` with all requested combinations of options; `best` of the `Table` is recommended.
 
-    `plan` captures your own step on tensors without memory: it reads no data, allocates and sends nothing, and needs
-    neither the ranks nor their devices.
+    It captures your step on tensors without memory: it reads and sends nothing, and needs neither ranks nor devices.
 
-    - `init_state`: as for `shard`.
+    - `init_state`, `unit`, `hpz`: as for `shard`.
     - `batch`: one rank's batch, of tensors with or without memory; `rows` replaces its size in dim 0.
     - `world`: the number of ranks; by default all devices of the nodes of `machine`, or 8.
     - `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`.
-    - `machine`: a name such as "H100-8", several nodes of it ("8 x H100-8"), a file from `zerofn profile`, or a
-      `zerofn.Machine`.
-    - `stage`, `offload`, `precision`, `remat` and `wire`: one argument of `shard` or `compile`, or a list of them;
-      "all", which `wire` does not take, tries every value that makes a difference. `remat="budget"` is
-      `compile(memory=...)` with the device's memory.
-    - `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it is reserved for
-      CUDA.
-    - `unit`, `hpz`: as for `shard`.
+    - `machine`: "H100-8", or "8 x H100-8" for several nodes; a file from `zerofn profile`; or a `zerofn.Machine`.
+    - `stage`, `offload`, `precision`, `remat`, `wire`: an argument of `shard` or `compile`, or a list; "all" (not for
+      `wire`) tries all values that make a difference. `remat="budget"` is `compile(memory=...)` with all memory.
+    - `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it goes to CUDA.
 
     To slice a model over `tensor`, make it for a planned mesh, and pass its cuts:
 

@@ -107,16 +107,14 @@ def shard(
     input.
 
     - `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. "auto" uses the stage,
-      precision, offload, hpz and wire that `plan` recommends.
+      precision, offload, hpz and wire that `plan`, a table from `zerofn.plan`, recommends.
     - `mesh`: the ranks and their axes, such as `zerofn.Mesh.make(replicate=2, data=-1)`; by default all ranks along
       `data`. Units are sharded over `data`, and all ranks along `replicate` have the same shards, so gathers use only
       the links along `data` (hybrid sharding).
     - `precision`: None, "fp32", "bf16", "fp16", "fp8" or a `Precision`.
-    - `offload`: None, "cpu", "nvme" or an `Offload`: the optimizer's state, the parameters, or both are stored in host
-      memory or on drives.
+    - `offload`: None, "cpu", "nvme" or an `Offload`: optimizer state or parameters in host memory or on drives.
     - `unit`: leaf name -> unit name; the leaves of a unit, usually a layer, are gathered together.
     - `device`: where shards are stored; by default the parameters' device.
-    - `plan`: a table from `zerofn.plan`, for `stage="auto"`.
     - `cuts`: leaf name -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
     - `hpz`: at stage 3, also shard parameters and optimizer state over `replicate` (ZeRO++'s hpZ). Each rank then also
       stores a copy, in the compute dtype, of its shard along `data`. Units are gathered from these copies, so gathers
