@@ -312,11 +312,11 @@ def test_lists_that_are_refused():
     def compiled(edit):
         zerofn.compile(train_step_of(MODULE), passes=edit).lower(state_of(MODULE, 3), batch_of())
 
-    with pytest.raises(ValueError, match="it returned None"):
+    with pytest.raises(ValueError, match="must return a list of passes, but returned None"):
         compiled(lambda known: None)
     with pytest.raises(ValueError, match=r"returned a list whose item 0 is <function .*>, not a zerofn.Pass"):
         compiled(lambda known: [tanh_gelu, *known])
-    with pytest.raises(ValueError, match="leaves out 'donate', without which results would be wrong"):
+    with pytest.raises(ValueError, match="leaves out the pass 'donate', without which results would be wrong"):
         compiled(lambda known: [each for each in known if each.name != "donate"])
     with pytest.raises(ValueError, match="must keep each of these passes once, in this order"):
         compiled(lambda known: known[::-1])

@@ -90,7 +90,7 @@ def test_a_gradient_leaves_before_the_weights_are_done():
 
 
 def test_costs_have_a_number_for_each_stage():
-    with pytest.raises(ValueError, match="costs of 3 stages have 2 numbers in 'up', got 3"):
+    with pytest.raises(ValueError, match="costs of 3 stages need 2 numbers in 'up', got 3"):
         dataclasses.replace(Costs.even(3), up=(1.0,) * 3)
     with pytest.raises(ValueError, match="a line of 4 ranks has 4 stages, but the costs are for 3"):
         simulate(make("1f1b", 4, 4), Costs.even(3))
