@@ -180,10 +180,21 @@ def _of_pipelines() -> Iterator[Piece]:
         (' | `auto`, `backend="inductor"`', "ZeroFn, auto, compiled"),
     ):  # fmt: skip
         yield f"|{words if words[0] == ' ' else f' {words}'} | {{:.0f}} | {{:.0f}} |\n", row("pipe 2", name)
-    yield (
-        "| torch.distributed.pipelining x FSDP2 | `1F1B` | {:.0f} | {:.0f} | {:.0f} |",
-        row("pipe 2 x data 2", "torch, 1F1B x FSDP2", "wire"),
-    )
+    for words, name in (
+        ("torch.distributed.pipelining x FSDP2 | `1F1B`", "torch, 1F1B"),
+        (" | `Interleaved1F1B`", "torch, interleaved"),
+        (" | `ZBVZeroBubble`", "torch, ZBV"),
+        (" | `1F1B`, compiled layers", "torch, 1F1B, compiled"),
+    ):
+        cells = row("pipe 2 x data 2", f"{name} x FSDP2", "wire")
+        yield f"|{words if words[0] == ' ' else f' {words}'} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", cells
+    for words, name in (
+        ("ZeroFn, ZeRO stage 3 | `auto`", "auto x stage 3, units kept"),
+        (' | `1f1b`, `backend="inductor"`', "1f1b x stage 3, units kept, compiled"),
+        (' | `auto`, `backend="inductor"`', "auto x stage 3, units kept, compiled"),
+    ):
+        cells = row("pipe 2 x data 2", f"ZeroFn, {name}", "wire")
+        yield f"|{words if words[0] == ' ' else f' {words}'} | {{:.0f}} | {{:.0f}} | {{:.0f}} |", cells
     makespans = lambda d: [  # noqa: E731
         median(a / b for a, b in zip(x["simulated"], x["executed"], strict=True)) for x in d["rows"].values()
     ]
