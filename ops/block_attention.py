@@ -30,8 +30,8 @@ class Keys(NamedTuple):
     row of `bits`, or -1 where all of its queries look at all of these keys. `bits` int64 [.., 64]: for each key of a
     run a bit for each query of the block. `chosen` int64 [batch, heads, blocks, ..]: numbers of blocks of `block_k`
     keys, in place of `starts`; -1 is none. `spans` int32 [batch or 1, queries, 2]: of each query the first key and the
-    one behind the last. `there` bool [batch or 1, keys]: False for a key that nobody looks at. `causal`: none behind
-    the query.
+    one behind the last; a negative number is an error. `there` bool [batch or 1, keys]: False for a key that nobody
+    looks at. `causal`: none behind the query.
     """
 
     starts: Tensor | None
@@ -131,7 +131,9 @@ def _run(name: str, a: _Attention, items: int, work: int) -> None:
 
 
 def _prepared(keys: Keys, q: Tensor, k: Tensor) -> Keys:
-    """The parts as the library reads them. Raises `ValueError` for a block that is not there."""
+    """The parts as the library reads them. Raises `ValueError` for a block that is not there, and for documents whose
+    ends do not increase.
+    """
     if keys.chosen is not None:
         check_index(keys.chosen, -(-k.shape[2] // keys.block_k))
         keys = keys._replace(chosen=keys.chosen.to(torch.int64).contiguous())
@@ -140,6 +142,11 @@ def _prepared(keys: Keys, q: Tensor, k: Tensor) -> Keys:
         runs = torch.tensor([[0, k.shape[2], -1]], dtype=torch.int32).expand(blocks, 3).contiguous()
         keys = keys._replace(starts=torch.arange(blocks + 1, dtype=torch.int32)[None], runs=runs)
     if keys.spans is not None:
+        if keys.spans.numel() and int(keys.spans.amin()) < 0:
+            raise ValueError(
+                "sparse.documents: in this step's batch, a row's cu_seqlens do not increase from 0 to at most the "
+                "number of tokens. Expected the positions where documents begin, and where the last one ends."
+            )
         keys = keys._replace(spans=keys.spans.to(torch.int32).contiguous())
     if keys.there is not None:
         keys = keys._replace(there=keys.there.to(torch.bool).contiguous())

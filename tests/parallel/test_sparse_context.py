@@ -284,6 +284,26 @@ def test_training_in_parts_is_training_on_whole_rows(ranks, size, cases):
                 torch.testing.assert_close(ours[name], x, rtol=1e-12, atol=1e-12, msg=lambda m, c=case: f"{c}: {m}")
 
 
+def told_of_wrong_ends(method):
+    """What a step says of documents whose ends do not increase."""
+    mesh = Mesh.make(context=-1)
+    axis = mesh.axis("context")
+    attend = functools.partial(attention, axis=axis, method=method)
+    step = zerofn.compile(step_with(loss_with(lambda q, k, v, x: attend(q, k, v, layout=x))))
+    state, batch = zerofn.shard(init_state(), mesh=mesh, stage=3), batches()[0]
+    rows = Chunks.early_and_late(axis.size).part(batch["rows"], axis.rank, 1)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        step(state, {"rows": rows, "ends": batch["ends"].flip(1)})
+    return str(caught.value)
+
+
+@pytest.mark.part(method=["ring"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_ends_that_do_not_increase_are_an_error_on_all_ranks(ranks, method):
+    assert all("cu_seqlens do not increase" in x for x in ranks(2, told_of_wrong_ends, method))
+    ranks.stop()  # a step failed
+
+
 HERE = zerofn.Machine("here", "cpu", 4, 8e9, 1e10, {"float32": 1e10}, link=1e9, network=1e8, host_memory=32e9)
 
 

@@ -177,3 +177,18 @@ def test_documents_known_at_capture_are_tiles_of_the_layout():
     assert flops(found[0]) == 2 * pairs * 2 * WIDTH
     expected = eager(state, batches(0)[0])[1]
     torch.testing.assert_close(step(state, batches(0)[0])[1], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("ends", [[0, 50, 20, LENGTH], [1, 20, 50, LENGTH], [0, 20, 50, LENGTH + 1]])
+def test_ends_of_a_batch_that_do_not_increase_are_an_error_of_the_step(ends):
+    """It is captured with others, which are right."""
+    state = zerofn.shard(zerofn.TrainState.create(params=start(), tx=optim.sgd(0.1)), stage=0)
+    step, batch = zerofn.compile(step_with(loss_with(by_layout))), batches(0)[0]
+    batch["ends"] = torch.tensor([[0, 20, 50, LENGTH], [0, 20, 50, LENGTH]])
+    state, loss = step(state, batch)
+    before = zerofn.unshard(state.params)
+    with pytest.raises(ValueError, match="in this step's batch, a row's cu_seqlens do not increase"):
+        step(state, {**batch, "ends": torch.tensor([[0, 20, 50, LENGTH], ends])})
+    assert_same_trees(zerofn.unshard(state.params), before)
+    state, after = step(state, batch)
+    assert after < loss

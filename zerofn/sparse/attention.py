@@ -226,6 +226,7 @@ def _is_static(documents: Documents) -> bool:
 
 
 def _narrower(a: Tensor, b: Tensor) -> Tensor:
+    """Return the keys that both spans have. Where one is -1, so is the end."""
     return torch.stack([torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])], -1)
 
 
@@ -235,7 +236,8 @@ def _spans(of: Documents | Spans, batch: int, sizes: Sizes, part: Part | None) -
     if part is None:
         return spans
     spans = spans.index_select(1, places(part.queries).to(spans.device))
-    return torch.searchsorted(places(part.keys).to(spans.device), spans.long(), out_int32=True)
+    here = torch.searchsorted(places(part.keys).to(spans.device), spans.long(), out_int32=True)
+    return torch.where(spans < 0, spans, here)
 
 
 def _there(of: Padding, batch: int, sizes: Sizes, part: Part | None) -> Tensor:

@@ -28,15 +28,21 @@ class Documents(Pattern):
             raise ValueError(f"sparse.documents: the last document ends at {last}, but a row has only {num} tokens.")
 
     def spans(self, num: int) -> Tensor:
-        """Return each query's first key and the one behind its last, int32 [rows or 1, num, 2]."""
+        """Return each query's first key and the one behind its last, int32 [rows or 1, num, 2].
+
+        Of a row whose ends turn out in a step to be none, both are -1, for which attention raises.
+        """
         ends = self.ends if self.ends.dim() == 2 else self.ends[None]
         at = torch.arange(num, device=ends.device, dtype=ends.dtype).expand(len(ends), num).contiguous()
         number = torch.searchsorted(ends.contiguous(), at, right=True)  # of the end behind
         outside = (number == 0) | (number == ends.shape[1])
         first = ends.gather(1, (number - 1).clamp(min=0))
         last = ends.gather(1, number.clamp(max=ends.shape[1] - 1))
-        spans = torch.stack([first, torch.where(outside, first, last)], -1)
-        return spans.to(torch.int32)
+        spans = torch.stack([first, torch.where(outside, first, last)], -1).to(torch.int32)
+        if _is_known(self.ends):
+            return spans
+        right = (ends[:, 0] == 0) & (ends.diff(dim=-1) >= 0).all(-1) & (ends[:, -1] <= num)
+        return torch.where(right[:, None, None], spans, -1)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """Of one document."""
@@ -109,8 +115,8 @@ def documents(cu_seqlens: Tensor) -> Pattern:
     documents begin, the first 0, and where the last one ends; equal numbers are empty documents. It may be part of a
     step's batch. Tokens after the last end attend to nothing, and no token attends to them.
 
-    Raises `TypeError` and `ValueError` for another dtype or shape, and, of a value that is known, for numbers that do
-    not increase from 0.
+    Raises `TypeError` and `ValueError` for another dtype or shape, and for numbers that do not increase from 0: at
+    once, or if they are part of a step's batch when the step runs.
 
     >>> from zerofn import sparse
     >>> packed = documents(torch.tensor([0, 3, 8])) & sparse.causal
