@@ -77,8 +77,8 @@ def pipe(
         step = zerofn.compile(train_step)  # accumulates over microbatches: zerofn.accumulate(vg, 16)(batch)
 
     `pipe` captures one microbatch of `loss_fn(params, batch)`, without computing anything; `params` are those of
-    `model` by name, which may be a skeleton. The embedding, each block, and the final norm with the head are *parts*,
-    which no boundary splits. Parts are spread so that ranks have equal work. If the model has a `pp_plan`, as
+    `model` by name, which may be a skeleton. The embedding, each block, and the final norm with the LM head are
+    *parts*, which no boundary splits. Parts are spread so that ranks have equal work. If the model has a `pp_plan`, as
     transformers' models do, the modules that the plan names are the parts: each item of a `ModuleList` is a part,
     everything that is read before the first list is a part, and so is everything that is read after the last. A
     parameter that several stages read, such as a tied embedding, lies on each of them.
