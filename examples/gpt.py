@@ -246,7 +246,7 @@ def main() -> None:
         log = [r for r in json.loads((args.out / "log.json").read_text()) if r["step"] <= checkpoints.step]
         console.print(f"resuming after step {checkpoints.step} (delete {args.out} to start over)")
     console.print(state, markup=False)
-    console.print(f"{len(train):,} training tokens, {len(validation):,} held out; {axis.size} rank(s)")
+    console.print(f"{len(train):,} training tokens, {len(validation):,} held out; ranks: {axis.size}")
     step, evaluate, next_logits = map(zerofn.compile, (train_step, evaluate, next_logits))
 
     spread = torch.linspace(0, len(validation) - args.context - 1, args.eval_batches * args.batch)

@@ -226,7 +226,7 @@ def main() -> int:
     console, run = Console(), {}
     for name in args.only:
         for world in ROWS:
-            label, port = f"{name}, {world} rank(s)", processes.free_port()
+            label, port = f"{name}, {world} ranks", processes.free_port()
             command = [*program(sys.executable, "benchmarks.memory.foresight"), "--child", name, "--world", str(world)]
             command += ["--port", str(port), "--rounds", str(args.rounds)]
             try:

@@ -87,7 +87,7 @@ def described():
 def test_in_words_and_numbers(ranks):
     (text, numbers, collectives, page), _ = ranks(2, described)
     found = json.loads(numbers)
-    assert text.startswith("train_step on 2 rank(s)\n  memory of a rank: ") and "sent by a rank in a step: " in text
+    assert text.startswith("train_step on 2 ranks\n  memory of a rank: ") and "sent by a rank in a step: " in text
     assert found["total"] == sum(found["peak"].values()) and found["ranks"] == 2
     assert {x["unit"] for x in found["transfers"]} == {"", "0", "3", "6", "9", "12", "15"}
     assert (SENT, "all_gather", "0", 2048 * 4, "data") in collectives

@@ -341,7 +341,7 @@ def looks(stage):
 def test_the_repr_says_which_rank_holds_what(ranks):
     (first, w, b), (second, w1, _) = ranks(2, looks, 3)
     assert first.splitlines()[0] == (
-        "Sharded: 2 leaves, 5,003 elements in 1 unit(s); stage 3, rank 0 of 2 holds 16,384 bytes"
+        "Sharded: 2 leaves, 5,003 elements in 1 unit; stage 3, rank 0 of 2 holds 16,384 bytes"
     )
     assert "h.0    2 leaves         5,003 x float32  here [0:4,096]" in first and "[4,096:8,192]" in second
     assert w == "h.0.w [50, 100] float32, unit 'h.0'; here: elements 0:4,064 (16,256 bytes)"

@@ -30,7 +30,7 @@ def state():
 def test_a_state_shows_its_parts_and_its_shards():
     shown = texts(zerofn.shard(state(), stage=3)._repr_html_())
     assert shown[0] == "TrainState at step 0" and "a table below" in shown and "frozen" in shown
-    assert "2 leaves, 70,003 elements in 2 unit(s); stage 3, rank 0 of 1 holds 294,912 bytes" in shown
+    assert "2 leaves, 70,003 elements in 2 units; stage 3, rank 0 of 1 holds 294,912 bytes" in shown
     assert [x for x in shown if x.startswith("AdamState")] != []
     assert "a table below" not in texts(state()._repr_html_())
 

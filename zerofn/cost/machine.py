@@ -16,7 +16,7 @@ import torch
 from ..dry_run.fake_machine import FakeMachine
 from ..util.arguments import check_fields, checked, known_fields
 from ..util.errors import nearest
-from ..util.sizes import in_words
+from ..util.sizes import counted, in_words
 
 GB, GIB, TB = 1e9, 1 << 30, 1e12
 
@@ -179,7 +179,7 @@ def this_hardware() -> str:
     """Identify this process's hardware: a profile of other hardware does not apply."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{os.cpu_count()} x {_processor()}, {torch.get_num_threads()} thread(s) a rank"
+    return f"{os.cpu_count()} x {_processor()}, {counted(torch.get_num_threads(), 'thread')} a rank"
 
 
 def _processor() -> str:

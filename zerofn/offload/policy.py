@@ -17,6 +17,7 @@ import torch
 from ..dry_run.fake_machine import fake_machine, is_host
 from ..util.arguments import known_fields
 from ..util.errors import nearest
+from ..util.sizes import counted
 
 log = logging.getLogger("zerofn")
 Tier = Literal["cpu", "nvme"]
@@ -205,8 +206,8 @@ def check_memory(offload: Offload, kept: Mapping[str, int], num_ranks: int) -> N
     raise MemoryError(
         "\n".join(
             [
-                f"{offload} needs {needed / 1e9:.2f} GB of host memory for {num_ranks} rank(s) of this machine, and "
-                f"{free / 1e9:.2f} GB are free. Nothing was allocated. At most, without buffers:",
+                f"{offload} needs {needed / 1e9:.2f} GB of host memory for {counted(num_ranks, 'rank')} of this "
+                f"machine, and {free / 1e9:.2f} GB are free. Nothing was allocated. At most, without buffers:",
                 *lines,
                 "optim.adamw(..., moments='8bit') needs a quarter of that for its moments.",
             ]

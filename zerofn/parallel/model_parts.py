@@ -35,6 +35,7 @@ from ..sharding.precision import Precision
 from ..sharding.shard import initial, shard_fake
 from ..training.train_state import TrainState
 from ..util.errors import nearest
+from ..util.sizes import counted
 from .pp_plan import PpPlan
 
 _FORMS = ("canonicalize", "functionalize", "share_masks")  # passes that bring a step into the form that is cut
@@ -156,8 +157,9 @@ class Parts:
         """Return the leaves with which the stages that the user has named begin."""
         if len(stages) != placement.num_stages - 1:
             raise ValueError(
-                f"pipe: {placement} has {placement.num_stages} stages, so stages= needs {placement.num_stages - 1} "
-                f"name(s), one for each stage after the first: the part with which it begins. Got {len(stages)}."
+                f"pipe: {placement} has {placement.num_stages} stages, so stages= needs "
+                f"{counted(placement.num_stages - 1, 'name')}, one for each stage after the first: "
+                f"the part with which it begins. Got {len(stages)}."
             )
         order = [name for point in self.points for name in point.leaves]
         found = []

@@ -27,7 +27,7 @@ from ..graph.resident import resident
 from ..util.html import preformatted
 from ..util.patterns import pattern_of
 from ..util.peaks import peak_of
-from ..util.sizes import in_words
+from ..util.sizes import counted, in_words
 from .picture import File, draw, page
 from .wire import BreakEven, break_even, wire_in_words
 
@@ -219,7 +219,7 @@ class Plan:
         """Return the whole plan as text."""
         m = self.memory()
         lines = [
-            f"{self.program.name} on {self.world} rank(s)",
+            f"{self.program.name} on {counted(self.world, 'rank')}",
             f"  memory of a rank: {in_words(m.total)} at its peak, in {m.where}",
         ]
         lines += [f"    {kind:<12} {in_words(n)}" for kind, n in m.peak.items() if n]
@@ -283,7 +283,7 @@ class Plan:
         """Draw the same to a path, or as SVG to a `BytesIO`."""
         over_time = self.memory().over_time
         sent = [k for k, x in enumerate(over_time) if (found := moved(x.node)) is not None and found.how == SENT]
-        draw(over_time, sent, file, title=f"{self.program.name} on {self.world} rank(s)", measured=measured)
+        draw(over_time, sent, file, title=f"{self.program.name} on {counted(self.world, 'rank')}", measured=measured)
 
     def _repr_html_(self) -> str:
         return page(preformatted(self.text()), self.draw)

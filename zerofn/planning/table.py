@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cost.machine import Machine
 from ..util.html import paragraph, preformatted, table
-from ..util.sizes import in_words
+from ..util.sizes import counted, in_words
 from .narrow_table import code_of, details_of, filled, narrow_columns, narrow_lines, remat_in_words, shared
 from .picture import File, draw_rows, page
 from .plan import Plan
@@ -42,9 +42,9 @@ class Table:
         if found is None:
             near = self.nearest
             raise MemoryError(
-                f"{self.name}: nothing fits on {self.world} rank(s) of {self.machine.name}. The nearest "
-                f"is {near.config.call()} with {near.config.rows} row(s) a rank: {near.lacks}. Use more ranks, a "
-                "machine with more memory, fewer rows, or optim.adamw(..., moments='8bit')."
+                f"{self.name}: nothing fits on {counted(self.world, 'rank')} of {self.machine.name}. The nearest "
+                f"is {near.config.call()} with {counted(near.config.rows, 'row')} a rank: {near.lacks}. Use more "
+                "ranks, a machine with more memory, fewer rows, or optim.adamw(..., moments='8bit')."
             )
         return found
 

@@ -31,6 +31,7 @@ from ..offload.policy import Offload, Tier
 from ..util.arguments import checked
 from ..util.patches import uncollected
 from ..util.process import the
+from ..util.sizes import counted
 from .allocate import Filler, allocate, scratch_for, settle
 from .first_rank import as_on_first, check_equal, lines_of_values, on_device, on_host, values_on_first
 from .partition import Partition, Stage
@@ -213,8 +214,8 @@ def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
         )
     if plan.world != mesh.num_ranks:
         raise ValueError(
-            f"shard: the plan is for {plan.world} rank(s), but this job has {mesh.num_ranks}. Write zerofn.plan(..., "
-            f"world={mesh.num_ranks})."
+            f"shard: the plan is for {counted(plan.world, 'rank')}, but this job has {mesh.num_ranks}. Write "
+            f"zerofn.plan(..., world={mesh.num_ranks})."
         )
     options, wanted = plan.options(), plan.best.config.sizes
     found = [(x.kind.name, x.size) for x in mesh.axes if x.size > 1]
@@ -307,8 +308,8 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
     mesh = max(found, key=lambda mesh: mesh.num_ranks, default=None)  # what replicas have of their own is on fewer
     if rank is not None and mesh is not None and rank not in range(mesh.num_ranks):
         raise ValueError(
-            f"unshard: rank={rank!r} does not exist; the state is on {mesh.num_ranks} rank(s), numbered from 0. Leave "
-            "rank out to get the result on all ranks."
+            f"unshard: rank={rank!r} does not exist; the state is on {counted(mesh.num_ranks, 'rank')}, numbered from "
+            "0. Leave rank out to get the result on all ranks."
         )
 
     if current_trace() is None:  # transfers would wait in silence for a rank that does not come

@@ -18,6 +18,7 @@ from ..job.in_flight import pending
 from ..memory import donation
 from ..offload.host_worker import worker
 from ..util.html import preformatted, table
+from ..util.sizes import counted
 from .spec import Spec
 from .storage import StorageSpec, Stored, stored
 
@@ -288,8 +289,9 @@ def _title(sharded: Sharded) -> str:
     held = sum(x.nbytes for x in sharded.stored)
     total = sum(u.numel for u in spec.layout.units)
     rank = spec.partition.over(experts=False)
+    leaves, units = counted(len(spec.layout.where), "leaf", "leaves"), counted(len(spec.layout.units), "unit")
     return (
-        f"{len(spec.layout.where)} leaves, {total:,} elements in {len(spec.layout.units)} unit(s); stage {spec.stage}, "
+        f"{leaves}, {total:,} elements in {units}; stage {spec.stage}, "
         f"rank {rank.rank} of {rank.size} holds {held:,} bytes"
     )
 

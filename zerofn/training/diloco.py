@@ -27,6 +27,7 @@ from ..sharding.sharded import Sharded, is_sharded
 from ..sharding.wire import Wire, WireWord, wire_of
 from ..util.arguments import checked, told
 from ..util.by_identity import ByIdentity
+from ..util.sizes import counted
 from .diloco_checks import check_arguments, check_form, check_outer
 from .outer_step import (
     Differences,
@@ -227,7 +228,7 @@ class Diloco:
             )
         if len(state.opt_state) != self.fragments or bool(state.sent) != bool(self.tau):
             raise ValueError(
-                f"{self!r}: the state was made with {len(state.opt_state)} fragment(s) and "
+                f"{self!r}: the state was made with {counted(len(state.opt_state), 'fragment')} and "
                 f"tau{'>0' if state.sent else '=0'}. Use the same arguments, or start a new run from its parameters."
             )
         check_outer(repr(self), self.outer, state.opt_state[0])
@@ -272,8 +273,8 @@ class Diloco:
         num = sum(unit.trainable for unit in params.layout.units)
         if num < self.fragments:
             raise ValueError(
-                f"diloco: fragments={self.fragments}, but the parameters have only {num} unit(s). Write at most {num}, "
-                "or make smaller units: zerofn.shard(..., unit=...)."
+                f"diloco: fragments={self.fragments}, but the parameters have only {counted(num, 'unit')}. Write at "
+                f"most {num}, or make smaller units: zerofn.shard(..., unit=...)."
             )
         return params
 

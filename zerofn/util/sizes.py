@@ -45,6 +45,15 @@ def in_words(amount: float, unit: str = "B") -> str:
     return f"{amount:.3g} {prefixes[k]}{unit}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number of things. `plural`: of nouns to which it is not enough to add an s.
+
+    >>> counted(1, "rank"), counted(2, "rank"), counted(3, "leaf", "leaves")
+    ('1 rank', '2 ranks', '3 leaves')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def time_in_words(seconds: float) -> str:
     """Three digits of a time.
 
