@@ -1,4 +1,4 @@
-"""Figures by their keys in files of `benchmarks/results`, and pages that have them. `figures.py` has the keys."""
+"""Figures by their keys in files of `benchmarks/results`, and pages that have them. `docs/figures` has the keys."""
 
 from __future__ import annotations
 
@@ -64,15 +64,16 @@ def of(file: str, *path: str, unit: float = 1.0) -> Key:
 
 
 class Held(NamedTuple):
-    """The figure that a benchmark compares with a limit, named by what it measures."""
+    """The figure that a benchmark compares with a limit, named by what it measures. `field`: "limit" for the limit."""
 
     file: str
     what: str
+    field: str = "measured"
 
     @property
     def value(self) -> float:
         """The figure."""
-        return next(float(x["measured"]) for x in results(self.file)["must_hold"] if x["what"] == self.what)
+        return next(float(x[self.field]) for x in results(self.file)["must_hold"] if x["what"] == self.what)
 
 
 class Made(NamedTuple):
@@ -87,7 +88,18 @@ class Made(NamedTuple):
         return self.make(results(self.file))
 
 
-Figure = Key | Held | Made
+class Worked(NamedTuple):
+    """A figure that the project's own code works out, such as the idle time of a schedule. No file has it."""
+
+    make: Callable[[], float]
+
+    @property
+    def value(self) -> float:
+        """The figure."""
+        return self.make()
+
+
+Figure = Key | Held | Made | Worked
 Piece = tuple[str, list[Figure]]
 
 
@@ -98,11 +110,29 @@ def filled(text: str, pieces: list[Piece]) -> str:
     'It takes 90 ms.'
     """
     for piece, keys in pieces:
-        pattern = "".join(_number(x) if x.startswith("{") else re.escape(x) for x in re.split(r"(\{[^}]*\})", piece))
-        if len(found := re.findall(pattern, text)) != 1:
-            raise ValueError(f"docs/figures.py: {piece!r} is {len(found)} times on the page; it must be there once.")
-        text = text.replace(found[0], piece.format(*(key.value for key in keys)))
+        old = _only(piece, text)
+        new = piece.format(*(key.value for key in keys))
+        text = text[: old.start()] + new + text[old.end() :]
     return text
+
+
+def places(text: str, pieces: list[Piece]) -> list[tuple[int, int]]:
+    """Return where on a page the figures of its pieces are, as (start, stop).
+
+    >>> places("It takes 1 ms.", [("It takes {:.0f} ms", [of("attention_gpu", "zerofn", "ms")])])
+    [(9, 10)]
+    """
+    found = (_only(piece, text) for piece, _ in pieces)
+    return [x.span(k) for x in found for k in range(1, x.re.groups + 1)]
+
+
+def _only(piece: str, text: str) -> re.Match[str]:
+    """Return where a piece is on the page, with a group for each of its figures."""
+    parts = re.split(r"(\{[^}]*\})", piece)
+    pattern = "".join(f"({_number(x)})" if x.startswith("{") else re.escape(x) for x in parts)
+    if len(found := list(re.finditer(pattern, text))) != 1:
+        raise ValueError(f"docs/figures: {piece!r} is {len(found)} times on the page; it must be there once.")
+    return found[0]
 
 
 def _number(gap: str) -> str:

@@ -28,7 +28,19 @@ from benchmarks.common.check import Check
 from benchmarks.common.options import add_end
 from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.turns import Ranks
-from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
+from benchmarks.wire.curves import (
+    APART,
+    INT8,
+    ROWS,
+    TRAINED,
+    UNCODED,
+    WORSE,
+    losses,
+    minutes_to,
+    over_time,
+    reached_by_all,
+)
+from benchmarks.wire.gpt_rank import POWER_SGD
 from benchmarks.wire.links import Hosts, Loopback, commands, throttled, unavailable
 from benchmarks.wire.rows import PLAIN, SIGNS, every_of
 
@@ -36,16 +48,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 WORLD, MBITS, STEPS_OF_A_TURN = 2, 100, 3
-UNCODED, INT8 = "ZeroFn 3", "ZeroFn 3, int8"
-APART = "ZeroFn, DiLoCo 10"
-# How much worse the final validation loss may be than without them: nats per token
-WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02, SIGNS: 0.05, APART: 0.05}
-TRAINED = [POWER_SGD, UNCODED, *WORSE]
-ROWS = [*BESIDE, UNCODED, *WORSE]
-LIKE = {PLAIN: UNCODED}  # what is not trained here, and what has its losses: network.py compares both with one process
 # What a run of --times takes from the file
 EARLIER = ("steps", "seeds", "tokens", "trained")
-Curve = list[tuple[float, float]]
 
 
 @contextlib.contextmanager
@@ -89,35 +93,6 @@ def differences(trained: dict[str, list[dict[str, Any]]], row: str) -> list[floa
     """Final validation loss less that without a codec, seed by seed."""
     pairs = zip(trained[row], trained[UNCODED], strict=True)
     return [mine["validation"][-1][1] - plain["validation"][-1][1] for mine, plain in pairs]
-
-
-def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
-    """(step, validation loss), the mean over seeds."""
-    columns = zip(*(x["validation"] for x in run["trained"][LIKE.get(row, row)]), strict=True)
-    return [(column[0][0], statistics.fmean(loss for _, loss in column)) for column in columns]
-
-
-def over_time(run: dict[str, Any], row: str) -> Curve:
-    """(minutes at 100 Mbit/s, validation loss). Steps before `first_compressed` take as long as DDP's."""
-    ms = {name: statistics.median(found) for name, found in run["ms at 100 Mbit/s"].items()}
-    whole = first_compressed(row, run["steps"])
-    return [
-        ((min(step, whole) * ms[PLAIN] + max(0, step - whole) * ms[row]) / 60_000, loss)
-        for step, loss in losses(run, row)
-    ]
-
-
-def minutes_to(curve: Curve, loss: float) -> float:
-    """When a curve has come down to a loss, on the straight lines between its points."""
-    for (before, above), (after, below) in itertools.pairwise(curve):
-        if below <= loss <= above:
-            return before + (after - before) * (above - loss) / (above - below)
-    return curve[0][0]
-
-
-def reached_by_all(run: dict[str, Any]) -> float:
-    """The lowest loss that every row reaches."""
-    return max(min(loss for _, loss in losses(run, row)) for row in ROWS)
 
 
 def checks(run: dict[str, Any]) -> list[Check]:

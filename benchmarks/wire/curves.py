@@ -1,0 +1,48 @@
+"""The demo GPT's validation loss over minutes at 100 Mbit/s, made of a run's losses and step times (`quality.py`)."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Any
+
+from benchmarks.wire.gpt_rank import BESIDE, POWER_SGD, first_compressed
+from benchmarks.wire.rows import PLAIN, SIGNS
+
+UNCODED, INT8 = "ZeroFn 3", "ZeroFn 3, int8"
+APART = "ZeroFn, DiLoCo 10"
+# How much worse the final validation loss may be than without them: nats per token
+WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02, SIGNS: 0.05, APART: 0.05}
+TRAINED = [POWER_SGD, UNCODED, *WORSE]
+ROWS = [*BESIDE, UNCODED, *WORSE]
+LIKE = {PLAIN: UNCODED}  # what is not trained here, and what has its losses: network.py compares both with one process
+Curve = list[tuple[float, float]]
+
+
+def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
+    """(step, validation loss), the mean over seeds."""
+    columns = zip(*(x["validation"] for x in run["trained"][LIKE.get(row, row)]), strict=True)
+    return [(column[0][0], statistics.fmean(loss for _, loss in column)) for column in columns]
+
+
+def over_time(run: dict[str, Any], row: str) -> Curve:
+    """(minutes at 100 Mbit/s, validation loss). Steps before `first_compressed` take as long as DDP's."""
+    ms = {name: statistics.median(found) for name, found in run["ms at 100 Mbit/s"].items()}
+    whole = first_compressed(row, run["steps"])
+    return [
+        ((min(step, whole) * ms[PLAIN] + max(0, step - whole) * ms[row]) / 60_000, loss)
+        for step, loss in losses(run, row)
+    ]
+
+
+def minutes_to(curve: Curve, loss: float) -> float:
+    """When a curve has come down to a loss, on the straight lines between its points."""
+    for (before, above), (after, below) in itertools.pairwise(curve):
+        if below <= loss <= above:
+            return before + (after - before) * (above - loss) / (above - below)
+    return curve[0][0]
+
+
+def reached_by_all(run: dict[str, Any]) -> float:
+    """The lowest loss that every row reaches."""
+    return max(min(loss for _, loss in losses(run, row)) for row in ROWS)

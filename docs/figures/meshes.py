@@ -1,0 +1,52 @@
+"""performance.md: meshes beside other libraries, and beside plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from docs.results import Figure, Held, Key, Made, Piece, of
+
+
+def of_meshes() -> Iterator[Piece]:
+    """Yield the pieces of "On meshes"."""
+    for cut, ours, other, least in (
+        ("tensor, 2", "tensor 2", "torch, tensor 2, loss_parallel", "torch, tensor 2, loss_parallel"),
+        ("tensor, 4", "data 2 x tensor 2", "DeepSpeed AutoTP 2 x ZeRO-2", "torch, data 2 x tensor 2, loss_parallel"),
+        ("context, 2", "context 2", "DeepSpeed Ulysses 2", "DeepSpeed Ulysses 2"),
+        ("context, 4", "context 4", "DeepSpeed Ulysses 4", "DeepSpeed Ulysses 4"),
+    ):
+        yield (
+            f"| {cut} | {ours} | {other} | {{:.2f}} | {{:.2f}} |",
+            [Held("mesh", f"{cut} ranks: ms/step, ZeroFn, {ours} / {other}"),
+             Held("mesh", f"{cut} ranks: memory, ZeroFn, {ours} / {least}")],
+        )  # fmt: skip
+    for words, what in (
+        ("take {:.3f} times as much memory on `context=2`", "llama, context 2, stage 3"),
+        ("and {:.3f} times as much on `context=4`", "llama, context 4, stage 3"),
+    ):
+        yield words, [of("mesh_foresight", "rows", what, "activations")]
+    yield (
+        "counted {:.3f} to {:.3f} times as many bytes",
+        [Made("mesh_foresight", lambda d, how=how: how(map(_on_wire, d["rows"].values()))) for how in (min, max)],
+    )
+    cells = (("tensor, 2 ranks", "tensor 2"), ("tensor, 4 ranks", "data 2 x tensor 2"))
+    yield (
+        "ZeroFn uses {:.2f} times the memory of the table's ZeroFn on `tensor 2`, and {:.2f} times on `data 2",
+        [_in_parts(*cell, "beyond") for cell in cells],
+    )
+    yield (
+        "It takes {:.2f} times as long on `tensor 2`, and {:.2f} times on `data 2",
+        [_in_parts(*cell, "ms") for cell in cells],
+    )
+
+
+def _on_wire(row: Any) -> float:
+    """Return the loopback's bytes over those that ranks say they send."""
+    return row["ranks"][0]["wire"] / sum(sum(x["sent"].values()) for x in row["ranks"])
+
+
+def _in_parts(cell: str, name: str, field: str) -> Figure:
+    """Return what sequence parallelism takes of the same mesh without it."""
+    at = ("cells", cell, f"ZeroFn, {name}")
+    return Key("mesh", (*at[:2], f"{at[2]}, in parts", field), (*at, field))
