@@ -21,30 +21,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.common.processes import HERE
-from benchmarks.wire.rows import (
-    FIRST_COMPRESSED,
-    PLAIN,
-    RANK_OF_MATRICES,
-    SIGNS,
-    ZEROFN,
-    every_of,
-    in_ddp,
-    in_power_sgd,
-)
+from benchmarks.wire.curves import BESIDE, POWER_SGD, first_compressed
+from benchmarks.wire.rows import FIRST_COMPRESSED, ZEROFN, in_ddp, in_power_sgd
 from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, joined, turn
 
-POWER_SGD = f"DDP, PowerSGD {RANK_OF_MATRICES}"
-BESIDE = [PLAIN, POWER_SGD]
 BETAS, DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0  # the example's own
-
-
-def first_compressed(row: str, num_steps: int) -> int:
-    """The step from which on a row sends less: PowerSGD's documentation advises to leave 10 % as they are. 1-bit Adam's
-    paper takes 15 to 25 %, of which the warm-up of the learning rate is a part, and DiLoCo's 24,000 of 88,000 steps.
-    """
-    if row == POWER_SGD:
-        return max(2, num_steps // 10)
-    return max(2, num_steps // 4) if row == SIGNS or every_of(row) else 0
 
 
 def example(folder: Path, num_steps: int) -> tuple[ModuleType, argparse.Namespace]:

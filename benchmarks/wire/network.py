@@ -32,8 +32,9 @@ from benchmarks.common.statistic import ratio
 from benchmarks.common.turns import Ranks
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.step.step import check_versions
+from benchmarks.wire.curves import PLAIN, SIGNS
 from benchmarks.wire.links import LOOPBACK, Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PEERS, PLAIN, SIGNS, ZEROFN, every_of
+from benchmarks.wire.rows import PEERS, ZEROFN, every_of
 from benchmarks.wire.staying import WARMUP_STEPS
 
 MB = 1e6

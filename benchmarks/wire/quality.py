@@ -31,7 +31,10 @@ from benchmarks.common.turns import Ranks
 from benchmarks.wire.curves import (
     APART,
     INT8,
+    PLAIN,
+    POWER_SGD,
     ROWS,
+    SIGNS,
     TRAINED,
     UNCODED,
     WORSE,
@@ -40,9 +43,8 @@ from benchmarks.wire.curves import (
     over_time,
     reached_by_all,
 )
-from benchmarks.wire.gpt_rank import POWER_SGD
 from benchmarks.wire.links import Hosts, Loopback, commands, throttled, unavailable
-from benchmarks.wire.rows import PLAIN, SIGNS, every_of
+from benchmarks.wire.rows import every_of
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

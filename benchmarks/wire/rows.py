@@ -17,14 +17,12 @@ import torch.distributed as dist
 from benchmarks.common.peers import Row, adamw, ddp, deepspeed, fsdp2, state_of, train_once
 from benchmarks.common.workload import SEED, Workload
 from benchmarks.common.zerofn_rows import Compiled, train_step
+from benchmarks.wire.curves import PLAIN, POWER_SGD, RANK_OF_MATRICES, SIGNS
 
 Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
 
-RANK_OF_MATRICES = 4  # PowerSGD's authors take 1 to 4 for language models
 FIRST_COMPRESSED = 2  # the first step that its hook takes, 1-bit Adam, and DiLoCo; training takes more as they are
-PLAIN = "DDP"  # what all ratios are to
-SIGNS = "ZeroFn 0, 1-bit Adam"
 
 
 def in_ddp(module: torch.nn.Module) -> Ddp:
@@ -71,7 +69,7 @@ def hooked(wrap: Callable[[torch.nn.Module], Ddp]) -> Builder:
 PEERS: dict[str, Builder] = {
     PLAIN: ddp,
     "DDP, bf16 hook": hooked(in_bf16),
-    f"DDP, PowerSGD {RANK_OF_MATRICES}": hooked(in_power_sgd),
+    POWER_SGD: hooked(in_power_sgd),
     "FSDP2": fsdp2(True),
     "DeepSpeed ZeRO++": deepspeed(3, zero_quantized_weights=True, zero_quantized_gradients=True),
 }

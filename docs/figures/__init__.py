@@ -19,7 +19,7 @@ KEYS: dict[str, list[Piece]] = {
     "docs/pipelines.md": [*pipelines.of_pipelines()],
     "docs/glossary.md": [*pipelines.of_glossary()],
     "docs/wire.md": [*wires.of_wires()],
-    "docs/long_rows.md": [*layouts.of_layouts()],
+    "docs/long_rows.md": [*layouts.of_layouts(), *layouts.of_rings()],
     "docs/offload.md": [*states.of_offload()],
     "docs/features.md": [*states.of_features()],
     "docs/plans.md": [*plans.of_plans()],

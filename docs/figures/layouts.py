@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 from docs.results import MB, Held, Key, Piece, Worked, of
 
 LENGTH = 16384
+SHARE = 1.3  # of benchmarks.sparse.sparse: a layout may take so many times its share of dense attention's time
 
 
 def of_layouts() -> Iterator[Piece]:
@@ -44,18 +44,24 @@ def of_layouts() -> Iterator[Piece]:
         "its forward pass of the window takes {:,.0f} ms",
         [of("sparse_lengths", "lengths", str(LENGTH), "rows", "window, FlexAttention, forward", unit=1e-3)],
     )
-    yield "A window of 1,024 tokens needs {:.0f} % of them", [Worked(lambda: 100 * _share_of_window())]
 
 
-@cache
 def _share_of(name: str) -> float:
-    """Return the part of all pairs of tokens that a row of the benchmark computes."""
-    from benchmarks.sparse import sparse
+    """Return the part of all pairs of tokens that a row of the benchmark computes, of which its limit is made."""
+    if name in ("dense, torch", "everything"):
+        return 1.0
+    as_many = {"16 blocks of 64, gathered": "16 blocks of 64, chosen"}
+    return Held("sparse", f"{as_many.get(name, name)}: time of dense attention's", "limit").value / SHARE
 
-    return 1.0 if name == sparse.DENSE else float(sparse.share_of(name, LENGTH) or 0.0)
 
-
-def _share_of_window() -> float:
-    from zerofn import sparse
-
-    return sparse.layout(sparse.sliding_window(1024), LENGTH).share
+def of_rings() -> Iterator[Piece]:
+    """Yield the pieces of "Along context"."""
+    for words, name, sent, peak in (
+        ("| `sliding_window(256)` | in order", "window of 256", 2, 1),
+        ("| `everything` | early and late", "everything", 1, 1),
+        ("without a fused kernel | early and late", "no layout", 1, 0),
+    ):
+        yield (
+            f"{words} | {{:.{sent}f}} MB | {{:.{peak}f}} MB |",
+            [of("sparse_ring", "rows", name, field, unit=MB) for field in ("sent", "peak")],
+        )

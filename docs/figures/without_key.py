@@ -25,11 +25,10 @@ _EXCEPT = {
 }
 # Pages that are written whole from tests, which compare them
 WRITTEN = {"docs/together.md"}
-# Lines with plans that no result file has yet: benchmarks.mesh.plans and benchmarks.sparse.ring write them
+# Lines with plans that no result file has yet: benchmarks.mesh.plans writes one
 PLANNED = {
     "docs/performance.md": r"\| (?:\*\*)?(?:data|tensor|replicate) \d|With `--no-sequence-parallel`",
     "docs/plans.md": r"\| `(?:data|pipe)=\d",
-    "docs/long_rows.md": r"\| `sliding_window\(256\)` \||\| `everything` \| early|\| no layout",
     "docs/fast.md": r"\*\*Kernels\.\*\*",
 }
 
