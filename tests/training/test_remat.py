@@ -92,6 +92,17 @@ def test_what_is_closed_over_and_differentiated_raises():
         grad(lambda w: zerofn.remat(lambda x: (x * w).sum())(torch.ones(3)))(torch.ones(3))
 
 
+def test_a_variable_that_is_closed_over_may_have_its_value_later():
+    def loss(w):
+        if w.sum() < 0:
+            return later(w)
+        return w.sin().sum()
+
+    w = torch.ones(3)
+    assert torch.equal(grad(zerofn.remat(loss))(w), w.cos())
+    later = torch.sum
+
+
 def test_a_module_whose_parameters_are_differentiated():
     layer = torch.nn.Linear(3, 3, bias=False)
 

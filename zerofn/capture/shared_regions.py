@@ -94,7 +94,7 @@ def _identity(function: Any) -> Any:
     """Return what tells a function from others: of one that a step defines anew, its code and what it closes over."""
     if not isinstance(function, FunctionType):
         return ByIdentity(function)
-    given = (*closed_over(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    given = (*closed_over(function).values(), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     return function.__code__, [(type(x), x if isinstance(x, _PLAIN) else ByIdentity(x)) for x in given]
 
 

@@ -36,7 +36,7 @@ def _facts(function: Any, seen: set[int]) -> Iterator[Any]:
     names = set(names_in(function.__code__))
     own = [function.__globals__[x] for x in sorted(names) if x in function.__globals__]
     for value in (
-        *closed_over(function),
+        *closed_over(function).values(),
         *own,
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),

@@ -25,6 +25,7 @@ from ..random import fold_in
 from ..random.mode import current_draw, randomness
 from ..random.rng_state import is_virtual
 from ..util.arguments import checked
+from ..util.closures import closed_over
 from ..util.process import the
 
 ops = torch.ops.zerofn
@@ -234,10 +235,7 @@ def _fake_backward(
 
 def _check_closure(fn: Any) -> None:
     """Raise `ValueError` for values of the capture that `fn` reads without being given them."""
-    cells = getattr(fn, "__closure__", None) or ()
-    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    held = [("self", getattr(fn, "__self__", None)), *((n, c.cell_contents) for n, c in zip(names, cells, strict=True))]
-    for name, value in held:
+    for name, value in [("self", getattr(fn, "__self__", None)), *closed_over(fn).items()]:
         inside = [*value.parameters(), *value.buffers()] if isinstance(value, torch.nn.Module) else tree.leaves(value)
         if any(isinstance(x, FakeTensor) for x in inside):
             raise ValueError(

@@ -14,6 +14,7 @@ from .. import tree
 from .._torch_compat import inside_functorch, is_functorch_tensor
 from ..random.rng_state import is_virtual
 from ..util.arguments import checked
+from ..util.closures import closed_over
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -132,9 +133,8 @@ def _check_closure(fn: Callable[..., Any]) -> None:
             f"remat: the parameters of {type(module).__name__} need gradients, but are not arguments of the function. "
             "Write remat(lambda params, x: functional_call(module, params, x))."
         )
-    names = getattr(getattr(fn, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(fn, "__closure__", None) or (), strict=True):
-        for x in tree.leaves(cell.cell_contents):
+    for name, value in closed_over(fn).items():
+        for x in tree.leaves(value):
             if isinstance(x, Tensor) and is_functorch_tensor(x):
                 raise ValueError(
                     f"remat: the function closes over {name!r}, which needs a gradient. Pass {name!r} to the function "

@@ -73,7 +73,7 @@ def words_of(function: Callable[..., Any]) -> Iterator[str]:
     """Return the strings in a function's code, and those it closes over."""
     if not inspect.isfunction(function):
         return
-    for value in (*function.__code__.co_consts[1 if function.__doc__ else 0 :], *closed_over(function)):
+    for value in (*function.__code__.co_consts[1 if function.__doc__ else 0 :], *closed_over(function).values()):
         for word in value if isinstance(value, tuple | list | frozenset | set) else [value]:
             if isinstance(word, str) and word:
                 yield word
