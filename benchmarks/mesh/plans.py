@@ -26,26 +26,19 @@ from benchmarks.common.processes import HERE
 CONFIGS = HERE / "mesh" / "configs"
 MS, GB = 1e3, 1e9
 SMALL, LARGE = "llama_8b", "llama_70b"
+ONE_NODE, PLAINLY = "--context 4096 --machine H100-8", "--precision bf16 --offload none --remat none"
 # name -> (configuration, its number of layers if it is another, arguments of `zerofn plan`)
 CASES: dict[str, tuple[str, int | None, str]] = {
-    "8B": (SMALL, None, "--context 4096 --machine H100-8 --mesh auto"),
-    "8B, whole tokens": (
-        SMALL,
-        None,
-        "--context 4096 --machine H100-8 --mesh tensor=8 --stage 3 --precision bf16 --no-sequence-parallel",
-    ),
+    "8B": (SMALL, None, f"{ONE_NODE} --mesh auto"),
+    "8B, whole tokens": (SMALL, None, f"{ONE_NODE} --mesh tensor=8 --stage 3 --no-sequence-parallel {PLAINLY}"),
     "70B": (LARGE, None, "--context 4096 --machine '8 x H100-8' --mesh auto"),
-    "4 layers": (
-        LARGE,
-        4,
-        "--context 4096 --machine H100-8 --mesh data=8 --microbatches 4 --precision bf16 --offload none",
+    "4 layers": (LARGE, 4, f"{ONE_NODE} --mesh data=8 --stage 3 --microbatches 4 {PLAINLY}"),
+    "4 layers in stages": (LARGE, 4, f"{ONE_NODE} --mesh pipe=2,data=4 --stage 3 --microbatches 4 {PLAINLY}"),
+    "float8": (
+        SMALL,
+        8,
+        "--context 8192 --machine H100 --world 1 --precision bf16 fp8 --offload none --stage 0 --remat none",
     ),
-    "4 layers in stages": (
-        LARGE,
-        4,
-        "--context 4096 --machine H100-8 --mesh pipe=2,data=4 --microbatches 4 --precision bf16 --offload none",
-    ),
-    "float8": (SMALL, 8, "--context 8192 --machine H100 --world 1 --precision bf16 fp8 --offload none --stage 0"),
 }
 
 

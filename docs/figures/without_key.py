@@ -15,7 +15,7 @@ _DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+(?!\.?\d)")
 _UNIT = r"(?:ms|s|KiB|[MGT]i?B|TFLOP|%)"
 _CELL = re.compile(rf"[*~ ]*(\d[\d,]*)(?: {_UNIT})?[* ]*")  # all of a cell
 # Words in the head of a column of results
-_RESULTS = re.compile(rf"\b(?:{_UNIT}|seconds|minutes|time|memory|peak|sent|idle|bytes|tokens a second)\b")
+_RESULTS = re.compile(rf"\b(?:{_UNIT}|seconds|minutes|time|memory|peak|sent|idle|bytes|tokens (?:a|per) second)\b")
 
 # What is before and behind a figure that needs no key, and why it needs none
 _EXCEPT = {
