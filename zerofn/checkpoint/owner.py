@@ -57,7 +57,14 @@ def note_save(path: Path, save: str) -> None:
 
 def saved_paths() -> list[Path]:
     """Return the paths that this process has saved to, the newest last. Only rank 0, which completes every save, has
-    any."""
+    any.
+
+    >>> import tempfile, torch, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"w": torch.ones(2)})
+    ...     saved_paths()[-1].name
+    'step-1'
+    """
     return list(the(ThisProcess).saved)
 
 

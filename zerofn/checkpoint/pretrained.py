@@ -43,10 +43,15 @@ def load_safetensors(
     `strict=False`, leaves that the files lack keep the values of `like`, and tensors without a leaf are ignored;
     one log line names both. `like` is not changed.
 
-        params = load_safetensors("bert/", like=state.params, rename=lambda name: name.removeprefix("bert."))
-
     Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor or
     (with `strict`) a tensor without a leaf, shapes that differ, and files whose values differ between ranks.
+
+    >>> import tempfile, torch
+    >>> from safetensors.torch import save_file
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_file({"bert.w": torch.ones(2)}, f"{folder}/model.safetensors")
+    ...     load_safetensors(folder, like={"w": torch.zeros(2)}, rename=lambda name: name.removeprefix("bert."))
+    {'w': tensor([1., 1.])}
     """
     return fill(WHAT, lambda: Weights(_place(path), rename), str(path), like, strict)
 

@@ -49,7 +49,16 @@ def heard_transfers() -> contextlib.AbstractContextManager[list[Axis]]:
 
 
 class Linear(torch.autograd.Function):
-    """`Linear.apply(map, *xs)`: a linear map under every transform of torch."""
+    """`Linear.apply(map, *xs)`: a linear map under every transform of torch.
+
+    >>> from zerofn import collectives
+    >>> class Double:
+    ...     transpose = property(lambda self: self)
+    ...     def __call__(self, x):
+    ...         return (2 * x,)
+    >>> collectives.Linear.apply(Double(), torch.tensor(3.0))
+    (tensor(6.),)
+    """
 
     @staticmethod
     def forward(op: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:

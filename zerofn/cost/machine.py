@@ -29,6 +29,10 @@ class Machine:
 
     `flops`: of matrix products, by dtype, as trained models reach them; less than data sheets promise.
     `measured_on`: the hardware that `zerofn profile` measured, empty for a machine known by name.
+
+    >>> rates = {"memory_rate": 2e10, "flops": {"float32": 1e11}, "link": 5e9, "network": 0}
+    >>> Machine("two processes", "cpu", ranks=2, memory=16e9, **rates).rate_of(torch.float32)
+    100000000000.0
     """
 
     name: str

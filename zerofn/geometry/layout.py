@@ -35,7 +35,12 @@ _NO_NAME = "masks and labels receive a leaf, not its name"
 
 
 class LeafInfo(NamedTuple):
-    """A logical leaf, the argument of functions for masks and labels; never a flat shard."""
+    """A logical leaf, the argument of functions for masks and labels; never a flat shard.
+
+    >>> leaf = LeafInfo("layers.0.weight", (4, 2), torch.float32)
+    >>> leaf.ndim, leaf.numel()
+    (2, 8)
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -25,8 +25,6 @@ T = TypeVar("T", bound="zerofn.TrainState")
 def load_dcp(path: str | Path, like: T, *, only: str | None = None) -> T:
     """Return the state that `torch.distributed.checkpoint` saved, with the layout of the `TrainState` `like`.
 
-        state = zerofn.load_dcp("checkpoints/step-1000", like=state)
-
     Parameters are found by their names in `like.params`, with any prefix (such as "model."), and Adam's `exp_avg`,
     `exp_avg_sq` and `step` by the same names with another prefix, as torch's `get_state_dict` writes them. With
     `only="params"`, all other entries keep their values of `like`. The state's `step` becomes the optimizer's. The
@@ -35,6 +33,14 @@ def load_dcp(path: str | Path, like: T, *, only: str | None = None) -> T:
 
     Raises `zerofn.CheckpointError` if the folder is not such a checkpoint, is damaged or of another model, if its
     metadata, a pickle, names anything but torch's classes for checkpoints, or if `like` has no `AdamState`.
+
+    >>> import tempfile, torch, zerofn
+    >>> state = zerofn.TrainState.create(params={"w": torch.ones(2)}, tx=zerofn.optim.adam(0.1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", state)
+    ...     zerofn.export_dcp(f"{folder}/step-1", f"{folder}/dcp")
+    ...     load_dcp(f"{folder}/dcp", like=state).params
+    {'w': tensor([1., 1.])}
     """
     names = names_of(params_of("load_dcp", like))
     from .dcp_files import Saved  # which imports much of torch
@@ -70,6 +76,13 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
     loaded. While it runs, it needs free space of the same size again below `out`.
 
     Raises `zerofn.CheckpointError` for a checkpoint that cannot be read or has no `params`.
+
+    >>> import tempfile, torch, zerofn
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", {"params": {"w": torch.ones(2)}})
+    ...     export_dcp(f"{folder}/step-1", f"{folder}/dcp")
+    ...     sorted(x.name for x in Path(folder, "dcp").iterdir())
+    ['.metadata', '__0_0.distcp']
     """
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open

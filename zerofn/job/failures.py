@@ -198,6 +198,9 @@ def abort(message: str) -> None:
     Ranks that wait for this one raise a `RuntimeError` with `message`, instead of waiting until this process ends. For
     programs that continue after an error, such as notebooks and servers; a program that ends tells the other ranks by
     itself. Afterwards no rank has a process group: start the processes again. Does nothing without a group.
+
+    >>> import zerofn
+    >>> zerofn.abort("rank 0 found no rows")  # without a group it does nothing
     """
     abandon(message)
 

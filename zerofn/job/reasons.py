@@ -22,11 +22,14 @@ class Reasons(threading.local):
 def because(text: str) -> contextlib.AbstractContextManager[None]:
     """Return a context: if not all ranks make the calls inside it, the error contains `text` and this line of code.
 
-        with zerofn.because("The report reads the weights: write it on every rank."):
-            params = zerofn.unshard(state.params)
-
     For libraries whose functions make calls that all ranks must make together, which their users cannot see. The text
     is in the errors of all ranks. If contexts are nested, the innermost one counts.
+
+    >>> import torch, zerofn
+    >>> state = zerofn.shard({"params": {"w": torch.ones(2)}})
+    >>> with zerofn.because("The report reads the weights: write it on every rank."):
+    ...     zerofn.unshard(state)
+    {'params': {'w': tensor([1., 1.])}}
     """
     line = user_line()
     return _inside(f"A{at_line(line.file, line.number)[2:]}: {text}" if line else text)

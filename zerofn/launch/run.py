@@ -40,6 +40,8 @@ def run(fn: Callable[..., T], /, *args: Any, ranks: int = 2, **kwargs: Any) -> T
     number of ranks. No process stays running, even if this process is killed.
 
     The ranks are workers of torch's elastic agent, with the variables that torchrun sets.
+
+        losses = zerofn.run(train, 100, ranks=2)  # train(100) on two ranks
     """
     _check(fn, ranks)
     call = packed((fn, args, kwargs), f"zerofn.run: {getattr(fn, '__name__', 'the function')}, with its arguments,")

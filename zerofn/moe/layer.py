@@ -30,6 +30,11 @@ class Aux(NamedTuple):
 
     `balance`: the load-balance loss; add a small multiple of it to the loss. `z`: the z-loss. `counts`: the number of
     tokens that chose each expert. `dropped`: how many choices were dropped.
+
+    >>> params = {"gate": torch.eye(2), "experts": {"w": torch.ones(2, 1, 1)}}
+    >>> y, aux = layer(params, torch.eye(2), lambda p, rows: p["w"] * rows)
+    >>> aux.counts, aux.dropped
+    (tensor([1, 1]), tensor(0))
     """
 
     balance: Tensor

@@ -27,6 +27,10 @@ class Routing:
     position`, or E * C for a dropped choice. `weight` [k, S]: the weight of an expert's output, 0 for a dropped choice;
     in the dtype of the gates. `counts` int64 [E]: number of tokens that chose each expert, including dropped ones.
     `num_experts`: E. `capacity`: C.
+
+    >>> found = route(torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0]]), capacity=0.5, min_capacity=1)
+    >>> found.dropped, found.kept
+    (tensor(1), tensor([[ True, False,  True]]))
     """
 
     expert: Tensor

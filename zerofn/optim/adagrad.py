@@ -21,6 +21,10 @@ class ScaleByRssState(NamedTuple):
     """The state of `scale_by_rss`.
 
     `sum_of_squares`: the initial value plus all squared gradients, in the parameters' structure and dtype.
+
+    >>> tx, grads = scale_by_rss(initial_accumulator_value=1.0), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads))[1]
+    ScaleByRssState(sum_of_squares={'w': tensor([10., 17.])})
     """
 
     sum_of_squares: Any

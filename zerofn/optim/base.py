@@ -40,6 +40,11 @@ class Fused:
 
     `apply`: a whole step in one call, see `Apply`. `factor(grads, factor so far) -> factor`: for a transformation that
     only multiplies by a scalar. `by_runs`: whether `apply` leaves the padding between a shard's leaves unchanged.
+
+    >>> from zerofn import optim
+    >>> tx, params = optim.sgd(0.5), {"w": torch.ones(2)}
+    >>> tx.fused.apply({"w": torch.ones(2)}, tx.init(params), params, None, None)[0]  # the new parameters
+    {'w': tensor([0.5000, 0.5000])}
     """
 
     apply: Apply | None = None
@@ -54,6 +59,11 @@ class About:
     `name` and `args`: for its repr; two transformations are equal if both are. `label(leaf)`: a hashable; leaves with
     equal labels are neighbours in a unit. `learning_rate(state)`: the rate of the next update. `phase(count)`: for a
     transformation with several phases, the phase after `count` applied updates, see `phases`.
+
+    >>> from zerofn import optim
+    >>> tx = optim.sgd(0.5)
+    >>> tx.about.name, tx.about.learning_rate(tx.init({"w": torch.zeros(2)}))
+    ('sgd', 0.5)
     """
 
     name: str = ""
@@ -75,6 +85,12 @@ class GradientTransformation:
 
     The other fields are optional. `about`: name, arguments, label and learning rate, see `About`. `masks`: (name of
     the transformation, mask) for every mask inside; one that selects no leaf is an error. `fused`: see `Fused`.
+
+    >>> def update(grads, state, params=None):
+    ...     return {name: -0.5 * g for name, g in grads.items()}, state
+    >>> tx = GradientTransformation(lambda params: (), update)
+    >>> tx.update({"w": torch.ones(2)}, tx.init({"w": torch.ones(2)}))[0]
+    {'w': tensor([-0.5000, -0.5000])}
     """
 
     is_value: ClassVar[bool] = True  # for `zerofn.tree`, which looks at a state's at every step
@@ -124,7 +140,12 @@ def rate_inside(tx: GradientTransformation, state_of: Callable[[Any], Any]) -> C
 
 
 class EmptyState(NamedTuple):
-    """The state of a transformation that stores nothing."""
+    """The state of a transformation that stores nothing.
+
+    >>> from zerofn import optim
+    >>> optim.scale(2.0).init({"w": torch.zeros(2)})
+    EmptyState()
+    """
 
 
 def no_state(params: Any) -> EmptyState:

@@ -19,6 +19,10 @@ class EmaState(NamedTuple):
 
     `count`: applied updates, int64 scalar. `ema`: the average without correction, in the parameters' structure and
     dtype.
+
+    >>> tx, grads = ema(0.75), {"w": torch.ones(2)}
+    >>> tx.update(grads, tx.init(grads))[1]
+    EmaState(count=tensor(1), ema={'w': tensor([0.2500, 0.2500])})
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

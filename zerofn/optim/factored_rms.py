@@ -35,6 +35,10 @@ class FactoredState(NamedTuple):
     wider, the same on every rank. A factored leaf has its means over the longest dim, then those over the second
     longest. Any other leaf has an average for each element. One unused element at the end gives `v` a shape that no
     parameter has. With `factored=False`, `v` is a tree in the parameters' structure and dtype.
+
+    >>> state = scale_by_factored_rms().init({"w": torch.zeros(256, 512)})
+    >>> state.v.shape  # 512 + 256 averages, and the unused element
+    torch.Size([769])
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
@@ -59,6 +63,10 @@ def scale_by_factored_rms(
     A matrix [n, m] stores n + m numbers, and a leaf that is not factored stores as many as it has elements, on
     every rank. With `factored=False`, v is sharded like the parameters. Shards are not gathered: each rank sends
     its part of all sums, in one all-gather. Raises `ValueError` for hyperparameters out of range.
+
+    >>> tx, grads = scale_by_factored_rms(), {"w": torch.tensor([3.0, 4.0])}
+    >>> tx.update(grads, tx.init(grads), grads)[0]  # g / sqrt(g^2) in the first step
+    {'w': tensor([1., 1.])}
     """
     where = "scale_by_factored_rms"
     checks.number(where, 0.0, decay_rate=decay_rate, epsilon=epsilon)

@@ -23,6 +23,11 @@ class InjectHyperparamsState(NamedTuple):
 
     `count`: applied updates, int64 scalar. `hyperparams`: name -> float64 scalar, the value that the last update
     used, or that `with_hyperparams` has set since. `inner_state`: the state of the transformation itself.
+
+    >>> from zerofn import optim
+    >>> state = optim.inject_hyperparams(optim.sgd)(learning_rate=0.5).init({"w": torch.zeros(2)})
+    >>> state.hyperparams
+    {'learning_rate': tensor(0.5000, dtype=torch.float64)}
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

@@ -22,6 +22,9 @@ class LionState(NamedTuple):
 
     `count`: applied updates, int64 scalar. `mu`: the momentum, in the parameters' structure and, unless `moments`
     says otherwise, dtype.
+
+    >>> lion(0.1).init({"w": torch.zeros(2)})
+    LionState(count=tensor(0), mu={'w': tensor([0., 0.])})
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

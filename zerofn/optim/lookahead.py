@@ -19,6 +19,11 @@ class LookaheadState(NamedTuple):
 
     `fast_state`: the state of the fast optimizer. `steps_since_sync`: int64 scalar. `slow`: the slow weights, in
     the parameters' structure and dtype.
+
+    >>> from zerofn import optim
+    >>> state = lookahead(optim.sgd(1.0), sync_period=6, slow_step_size=0.5).init({"w": torch.ones(2)})
+    >>> state.steps_since_sync, state.slow
+    (tensor(0), {'w': tensor([1., 1.])})
     """
 
     fast_state: Any

@@ -20,6 +20,12 @@ class MaskedState(NamedTuple):
     """The state of `masked`.
 
     `inner_state`: the state of the inner transformation, for the selected leaves only.
+
+    >>> import torch
+    >>> from zerofn import optim
+    >>> tx = masked(optim.trace(0.9), lambda leaf: leaf.name != "bias")
+    >>> tx.init({"bias": torch.zeros(2), "w": torch.zeros(2)}).inner_state.trace["w"]
+    tensor([0., 0.])
     """
 
     inner_state: Any

@@ -17,6 +17,13 @@ class MultiTransformState(NamedTuple):
     """The state of `multi_transform`.
 
     `inner_states`: label -> the state of its transformation, for its leaves only.
+
+    >>> import torch
+    >>> from zerofn import optim
+    >>> parts = {"fast": optim.sgd(1.0), "slow": optim.sgd(0.1)}
+    >>> tx = multi_transform(parts, lambda leaf: "slow" if leaf.name == "w" else "fast")
+    >>> tx.init({"w": torch.zeros(2), "b": torch.zeros(2)}).inner_states["slow"]
+    SgdState(count=tensor(0), trace=None)
     """
 
     inner_states: dict[Hashable, Any]

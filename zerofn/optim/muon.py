@@ -54,6 +54,11 @@ def muon(
     On shards, every unit's momentum is gathered once a step, see `scale_by_muon`. Each label has moments for whole
     units, see [Note: selections] in `select`. So give matrices units of their own, by `shard(unit=...)`: then these
     units have one moment instead of three. Raises `ValueError` for hyperparameters out of range.
+
+    >>> import torch
+    >>> tx = muon(0.02, matrices=lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name)
+    >>> sorted(tx.init({"embed": torch.zeros(4, 2), "w": torch.zeros(2, 2)}).inner_states)
+    ['adam', 'muon']
     """
     adam_rate = learning_rate if adam_learning_rate is None else adam_learning_rate
     checks.learning_rate("muon", learning_rate)

@@ -35,6 +35,11 @@ class OneBitState(PhasedState):
     entry [*shape] for each rank: leaves [ranks, *shape]. `server_error`: the errors of the sums' signs, in the
     parameters' structure, sharded at every stage. Both in float32 or float64. `phase`: the kind of its next step, part
     of the treedef: "exact" or "coded".
+
+    >>> from zerofn import optim
+    >>> state = optim.onebit_adam(1e-3, freeze_step=1000).init({"w": torch.zeros(2)})
+    >>> state.phase, state.worker_error["w"].shape  # of one rank
+    ('exact', torch.Size([1, 2]))
     """
 
     count: Tensor

@@ -51,6 +51,10 @@ class OneBitLambState(OneBitState):
     `fresh_nu`: the average of squares of gradients that are reconstructed from the momentum, also updated after the
     freeze step. `coefficients` [leaves]: for each leaf the average of LAMB's ratio of norms until the freeze step.
     `ratios` [leaves]: the last factors of these coefficients.
+
+    >>> state = onebit_lamb(1e-3, freeze_step=1000).init({"b": torch.zeros(2), "w": torch.zeros(2)})
+    >>> state.phase, state.coefficients
+    ('exact', tensor([0., 0.]))
     """
 
     fresh_nu: Any

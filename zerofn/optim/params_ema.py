@@ -18,6 +18,10 @@ class ParamsEmaState(NamedTuple):
     """The state of `params_ema`.
 
     `inner_state`: the state of the optimizer. `ema`: the average, in the parameters' structure and dtype.
+
+    >>> from zerofn import optim
+    >>> params_ema(optim.sgd(1.0), 0.999).init({"w": torch.ones(2)}).ema
+    {'w': tensor([1., 1.])}
     """
 
     inner_state: Any

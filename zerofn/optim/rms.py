@@ -20,6 +20,9 @@ class ScaleByRmsState(NamedTuple):
 
     `nu`: the average of squared gradients, in the parameters' structure and dtype. `count`: applied updates, int64
     scalar; None without `bias_correction`.
+
+    >>> scale_by_rms().init({"w": torch.zeros(2)})
+    ScaleByRmsState(nu={'w': tensor([0., 0.])}, count=None)
     """
 
     nu: Any
@@ -31,6 +34,9 @@ class ScaleByRStdDevState(NamedTuple):
 
     `mu`, `nu`: the averages of gradients and of their squares, in the parameters' structure and dtype. `count`:
     applied updates, int64 scalar; None without `bias_correction`.
+
+    >>> scale_by_stddev().init({"w": torch.zeros(2)}).mu
+    {'w': tensor([0., 0.])}
     """
 
     mu: Any

@@ -18,6 +18,10 @@ class ScaleByScheduleState(NamedTuple):
     """The state of `scale_by_schedule`.
 
     `count`: applied updates, int64 scalar.
+
+    >>> tx, grads = scale_by_schedule(lambda count: 0.5), {"w": torch.ones(2)}
+    >>> tx.update(grads, tx.init(grads))[1]
+    ScaleByScheduleState(count=tensor(1))
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

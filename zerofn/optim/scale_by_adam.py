@@ -19,6 +19,9 @@ class AdamState(NamedTuple):
 
     `count`: applied updates, int64 scalar. `mu`, `nu`: the averages of gradients and of their squares, in the
     parameters' structure and, unless `moments` says otherwise, dtype.
+
+    >>> scale_by_adam().init({"w": torch.zeros(2)})
+    AdamState(count=tensor(0), mu={'w': tensor([0., 0.])}, nu={'w': tensor([0., 0.])})
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

@@ -25,6 +25,9 @@ class MuonState(NamedTuple):
     """The state of `scale_by_muon`.
 
     `count`: applied updates, int64 scalar. `mu`: the momentum, in the parameters' structure and dtype.
+
+    >>> scale_by_muon().init({"w": torch.zeros(1, 2)})
+    MuonState(count=tensor(0), mu={'w': tensor([[0., 0.]])})
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way
@@ -51,6 +54,10 @@ def scale_by_muon(
     Shards need whole matrices. At stages 1 to 3 every unit's momentum is gathered once a step, in its own dtype,
     and a rank iterates on the matrices of which its shard has a part. Raises `ValueError` for hyperparameters out
     of range, and in `init` for a leaf that does not have two dims.
+
+    >>> tx, grads = scale_by_muon(ns_coeffs=(1.5, -0.5, 0.0), ns_steps=10), {"w": torch.diag(torch.tensor([3.0, 4.0]))}
+    >>> tx.update(grads, tx.init(grads))[0]["w"].diag().round()  # both singular values are 1
+    tensor([1., 1.])
     """
     triples = _triples("scale_by_muon", ns_coeffs, ns_steps)
     checks.number("scale_by_muon", 0.0, below=1.0, beta=beta)
@@ -94,6 +101,10 @@ def scale_by_shape(consistent_rms: float | None = None) -> GradientTransformatio
     Dims are in the order of torch's weights; optax has inputs first. With `consistent_rms`, multiply by
     consistent_rms * sqrt(max(out, in)) instead: 0.2 gives updates the size of AdamW's (Liu et al. 2025). Raises
     `ValueError` for a negative `consistent_rms`.
+
+    >>> tx, grads = scale_by_shape(), {"w": torch.ones(4, 1)}
+    >>> tx.update(grads, tx.init(grads))[0]["w"].T  # times sqrt(4 / 1)
+    tensor([[2., 2., 2., 2.]])
     """
     if consistent_rms is not None:
         checks.number("scale_by_shape", 0.0, consistent_rms=consistent_rms)

@@ -25,6 +25,10 @@ class Schedule:
     `schedule(count)` takes an int64 scalar tensor and returns a float64 scalar tensor on its device; it takes an
     int and returns a float. Two schedules are equal if their names and arguments are. `fn`: the function of a count
     that is a float64 scalar tensor.
+
+    >>> halves = Schedule("halves", (), lambda count: 0.5**count)
+    >>> halves(3), halves(torch.tensor(3))
+    (0.125, tensor(0.1250, dtype=torch.float64))
     """
 
     name: str

@@ -23,6 +23,9 @@ class SgdState(NamedTuple):
 
     `count`: applied updates, int64 scalar. `trace`: the momentum, in the parameters' structure and, unless
     `moments` says otherwise, dtype; None without momentum.
+
+    >>> sgd(0.5, momentum=0.9).init({"w": torch.zeros(2)}).count
+    tensor(0)
     """
 
     count: Tensor  # type: ignore[assignment]  # tuple.count gives way

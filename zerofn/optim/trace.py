@@ -16,6 +16,11 @@ class TraceState(NamedTuple):
     """The state of `trace`.
 
     `trace`: the decaying sum of past gradients, in the parameters' structure and dtype.
+
+    >>> tx, grads = trace(0.5), {"w": torch.tensor([3.0, 4.0])}
+    >>> _, state = tx.update(grads, tx.init(grads))
+    >>> tx.update(grads, state)[1]  # g + g / 2
+    TraceState(trace={'w': tensor([4.5000, 6.0000])})
     """
 
     trace: Any

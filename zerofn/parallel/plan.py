@@ -32,6 +32,11 @@ class Slice:
     A linear layer that is sliced along "out" has equal inputs, and its output is "cut" or "concat": `COLWISE` is
     `Slice(-2, output="cut")`. One that is sliced along "in" has the input "cut" or "take", and the output "sum":
     `ROWWISE` is `Slice(-1, input="cut")`.
+
+    >>> from zerofn import parallel
+    >>> plan = {"blocks.*.up": parallel.Slice(-2, output="cut"), "blocks.*.down": parallel.Slice(-1, input="cut")}
+    >>> plan["blocks.*.down"].output  # partial sums are added up over ranks
+    'sum'
     """
 
     dim: int | None

@@ -217,6 +217,10 @@ def before(name: str, *mine: Pass) -> Edit:
 def after(name: str, *mine: Pass) -> Edit:
     """Return a function for `compile(passes=)`: all passes, with `mine` after the standard pass of this name. See
     `before`.
+
+    >>> edit = after("donate", Pass(lambda program: None, name="mine"))
+    >>> [x.name for x in edit(standard())][22:24]
+    ['donate', 'mine']
     """
     return _placed(name, mine, 1)
 

@@ -44,6 +44,10 @@ class Pass:
 
     A pass must make the same changes on all ranks; ZeroFn compares only transfers. If a pass adds nodes that depend on
     a rank's own data, write `searched=False`: the search must see the same graph on all ranks, to choose one schedule.
+
+    >>> from zerofn.passes import before
+    >>> mine = Pass(lambda program: None, name="mine")
+    >>> edit = before("donate", mine)  # for zerofn.compile(passes=edit)
     """
 
     fn: Callable[..., None]

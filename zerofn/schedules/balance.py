@@ -25,6 +25,10 @@ class Part(NamedTuple):
 
     `f`, `i`, `w`: seconds of a microbatch's F, I and W. `crossing`: seconds of the transfer of what crosses a boundary
     in front of it, in either direction. Bytes: `saved` from F on, `kept` from I to W, `fixed` all the time.
+
+    >>> block = Part(f=1.0, i=1.1, w=0.9)
+    >>> block.seconds
+    3.0
     """
 
     f: float

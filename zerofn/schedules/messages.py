@@ -23,7 +23,12 @@ from .simulate import Costs, Timeline, simulate
 class Edge(NamedTuple):
     """A value that stage `source` makes and stage `target` reads, of each microbatch; stages between them may be
     skipped. `kind`: "F", made and read by forward passes; "I", by those that make gradients of inputs (I or B). `name`:
-    any that tells edges between the same stages apart."""
+    any that tells edges between the same stages apart.
+
+    >>> activations, gradients = Edge(0, 1, "F"), Edge(1, 0, "I")
+    >>> activations
+    Edge(source=0, target=1, kind='F', name='x')
+    """
 
     source: int
     target: int
@@ -32,7 +37,11 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value of one microbatch on its way between two ranks. `number`: how many messages of the channel go before."""
+    """A value of one microbatch on its way between two ranks. `number`: how many messages of the channel go before.
+
+    >>> Message(Edge(0, 1, "F"), microbatch=2, source=0, target=1, number=2).channel
+    (0, 1)
+    """
 
     edge: Edge
     microbatch: int
@@ -47,26 +56,54 @@ class Message(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run an action, when the messages that it reads have come."""
+    """Run an action, when the messages that it reads have come.
+
+    >>> from zerofn import schedules
+    >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
+
+    >>> [str(step.action) for step in orders[1] if isinstance(step, Compute)]
+    ['1F0', '1B0']
+    """
 
     action: Action
     reads: tuple[Message, ...]
 
 
 class Send(NamedTuple):
-    """Begin to send what the action before made. Only its `Sent` waits for it."""
+    """Begin to send what the action before made. Only its `Sent` waits for it.
+
+    >>> from zerofn import schedules
+    >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
+
+    >>> [step.message.target for step in orders[0] if isinstance(step, Send)]
+    [1]
+    """
 
     message: Message
 
 
 class Receive(NamedTuple):
-    """Begin to receive. The `Compute` that reads it waits for its end."""
+    """Begin to receive. The `Compute` that reads it waits for its end.
+
+    >>> from zerofn import schedules
+    >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
+
+    >>> [step.message.source for step in orders[1] if isinstance(step, Receive)]
+    [0]
+    """
 
     message: Message
 
 
 class Sent(NamedTuple):
-    """Wait until a message was sent: its value may be overwritten then."""
+    """Wait until a message was sent: its value may be overwritten then.
+
+    >>> from zerofn import schedules
+    >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
+
+    >>> [step.message.microbatch for step in orders[0] if isinstance(step, Sent)]
+    [0]
+    """
 
     message: Message
 

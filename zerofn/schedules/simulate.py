@@ -20,6 +20,10 @@ class Costs:
 
     `saved`: bytes that each stage keeps from its F on; `kept`: those that are left after I until W, with what I adds
     for W. `fixed`: bytes that each rank has all the time; none if it is empty.
+
+    >>> costs = Costs.even(4, f=1.0, i=1.0, w=0.5)
+    >>> costs.seconds(1, "B")
+    1.5
     """
 
     f: tuple[float, ...]

@@ -26,15 +26,20 @@ T = TypeVar("T")
 def abstract(state: T) -> T:
     """Return a state's structure, shapes and settings, without the values of sharded leaves.
 
-        like = zerofn.abstract(state)         # some kilobytes
-        state = zerofn.load(path, like=like)  # here, or in a function that zerofn.run calls on other ranks
-
     Every `Sharded` keeps its stage, precision, units, storage and tiers. Replicated leaves (step counts, loss scales)
     keep their values. In another process, `load` shards the state over that process's ranks along `data`, even if it
     was on another mesh, and makes their process group if a launcher started them; leaves are not sliced then. The state
     may be a donated one. Nothing is sent or allocated.
 
     The counterpart in JAX is a tree of abstract arrays, into which orbax restores.
+
+    >>> import tempfile, torch, zerofn
+    >>> state = zerofn.shard({"params": {"w": torch.ones(2)}})
+    >>> like = zerofn.abstract(state)  # some kilobytes, which zerofn.run may send to other ranks
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = zerofn.save(f"{folder}/step-1", state)
+    ...     zerofn.unshard(zerofn.load(f"{folder}/step-1", like=like))
+    {'params': {'w': tensor([1., 1.])}}
     """
     nodes = [x for x in tree.leaves(state, is_leaf=is_sharded) if is_sharded(x)]
     units: dict[_Key, list[Unit]] = {}

@@ -11,7 +11,12 @@ from ..util.arguments import checked
 
 
 class Blocks(NamedTuple):
-    """For each block of queries, the indices of the blocks of keys that it attends to. `chosen` makes one."""
+    """For each block of queries, the indices of the blocks of keys that it attends to. `chosen` makes one.
+
+    >>> blocks = chosen(torch.tensor([0, 1]).view(1, 1, 2, 1), block=64)
+    >>> blocks.block_q, blocks.block_k
+    (64, 64)
+    """
 
     numbers: Tensor
     block_q: int

@@ -25,6 +25,11 @@ class Layout:
     int8 [heads, tiles of queries, tiles of keys]: 0 none, 1 some, 2 all pairs of a tile are attended. `starts`, `runs`,
     `bits`: see `zerofn.ops.block_attention.Keys`. `computed`, `attended`: numbers of pairs of tokens over all heads, in
     computed tiles, and allowed by the pattern.
+
+    >>> from zerofn import sparse
+    >>> found = sparse.layout(sparse.causal, 256)
+    >>> found.attended == 256 * 257 / 2
+    True
     """
 
     sizes: Sizes

@@ -36,6 +36,11 @@ class Pattern:
     """Which keys each query attends to. `a & b` allows pairs that both allow, `a | b` pairs that at least one allows.
 
     `tile`: the largest tile, in queries and keys, with which only allowed pairs are computed.
+
+    >>> from zerofn import sparse
+    >>> window = sparse.sliding_window(64) & sparse.causal
+    >>> isinstance(window, Pattern), isinstance(sparse.everything, Pattern)
+    (True, True)
     """
 
     tile = 64
@@ -120,7 +125,12 @@ class Either(_OfTwo):
 
 @dataclass(frozen=True)
 class Everything(Pattern):
-    """All keys."""
+    """All keys.
+
+    >>> from zerofn import sparse
+    >>> sparse.layout(sparse.everything, 256).attended  # 256 * 256
+    65536
+    """
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """True."""
@@ -133,7 +143,12 @@ class Everything(Pattern):
 
 @dataclass(frozen=True)
 class Causal(Pattern):
-    """The keys up to a query's own place."""
+    """The keys up to a query's own place.
+
+    >>> from zerofn import sparse
+    >>> sparse.layout(sparse.causal, 256).attended  # 1 + 2 + ... + 256
+    32896
+    """
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """None behind the query."""

@@ -102,4 +102,12 @@ class CaptureError(RuntimeError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be used, or could not be written."""
+    """A checkpoint cannot be used, or could not be written.
+
+    >>> import zerofn
+    >>> try:
+    ...     zerofn.load("no-such-folder", like={})
+    ... except zerofn.CheckpointError:
+    ...     print("start anew")
+    start anew
+    """

@@ -26,5 +26,9 @@ def peak_of(name: str) -> float | None:
 def peak_flops() -> float | None:
     """Return the peak FLOP/s of this process's GPU by its data sheet, for matrix products in bfloat16 (or float16)
     without sparsity; None without a known GPU. MFU is `step.flops / seconds / zerofn.peak_flops()`.
+
+    >>> peak = peak_flops()
+    >>> peak is None or peak > 1e12
+    True
     """
     return peak_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
