@@ -64,6 +64,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.mesh.mesh
 	$(VENV)/bin/python -m benchmarks.mesh.mesh --equality
 	$(VENV)/bin/python -m benchmarks.mesh.foresight
+	$(VENV)/bin/python -m benchmarks.mesh.plans
 	$(VENV)/bin/python -m benchmarks.pipe.schedules
 	$(VENV)/bin/python -m benchmarks.pipe.pipe
 	$(VENV)/bin/python -m benchmarks.pipe.foresight

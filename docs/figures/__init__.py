@@ -14,7 +14,7 @@ from docs.results import ROOT, Piece, filled
 
 KEYS: dict[str, list[Piece]] = {
     "README.md": [*beside.of_readme()],
-    "docs/performance.md": [*beside.of_performance(), *meshes.of_meshes(), *gpu.of_gpu()],
+    "docs/performance.md": [*beside.of_performance(), *meshes.of_meshes(), *meshes.of_planned(), *gpu.of_gpu()],
     "docs/lasting.md": [*states.of_chaos()],
     "docs/pipelines.md": [*pipelines.of_pipelines()],
     "docs/glossary.md": [*pipelines.of_glossary()],

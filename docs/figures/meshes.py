@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from docs.results import Figure, Held, Key, Made, Piece, of
+from docs.results import GB, Figure, Held, Key, Made, Piece, of
 
 
 def of_meshes() -> Iterator[Piece]:
@@ -39,6 +39,45 @@ def of_meshes() -> Iterator[Piece]:
         "It takes {:.2f} times as long on `tensor 2`, and {:.2f} times on `data 2",
         [_in_parts(*cell, "ms") for cell in cells],
     )
+
+
+def of_planned() -> Iterator[Piece]:
+    """Yield the pieces of "Planned only, not run"."""
+    for words, label, mark in (
+        ("**data 8, stage 1**", "data=8, stage 1, bf16", "**"),
+        ("data 4 x tensor 2, stage 1", "data=4,tensor=2, stage 1, bf16", "~ "),
+        ("data 2 x tensor 4, stage 1", "data=2,tensor=4, stage 1, bf16", "~ "),
+        ("tensor 8, stage 3", "tensor=8, stage 3, bf16", "~ "),
+    ):
+        yield planned(words, "8B", label, ("{:.1f} GB", "{:.0f} ms", "{:,.0f}"), mark)
+    at = ("plans", "8B, whole tokens", "rows", "tensor=8, stage 3, bf16")
+    yield (
+        "the last row takes {:.0f} ms and {:.1f} GB",
+        [of("mesh_plans", *at, "seconds", unit=1e-3), of("mesh_plans", *at, "device", unit=GB)],
+    )
+    for words, label, mark, seconds in (
+        ("**replicate 8 x data 4 x tensor 2, stage 3, `hpz`** | **auto**",
+         "replicate=8,data=4,tensor=2, stage 3, hpz, bf16, auto", "**", "{:.2f} s"),
+        ("replicate 8 x data 8, stage 3, `hpz` | full", "replicate=8,data=8, stage 3, hpz, bf16, full", "", "{:.2f} s"),
+        ("data 8 x tensor 8, stage 1 |", "data=8,tensor=8, stage 1, bf16", "~ ", "{:.2f} s"),
+        ("data 64, stage 3 | full", "data=64, stage 3, bf16, full", "~ ", "{:.1f} s"),
+    ):  # fmt: skip
+        yield planned(words, "70B", label, ("{:.1f} GB", seconds, "{:,.0f}"), mark)
+
+
+def planned(words: str, case: str, label: str, forms: tuple[str, ...], mark: str = "") -> Piece:
+    """Return a row of a table of plans: memory (if it is shown), a step, tokens a second.
+
+    `mark`: "**" for the best row, "~ " for an estimate.
+    """
+    at = ("plans", case, "rows", label)
+    cells = [
+        of("mesh_plans", *at, "device", unit=GB),
+        of("mesh_plans", *at, "seconds", unit=1e-3 if any("ms" in x for x in forms) else 1.0),
+        of("mesh_plans", *at, "speed"),
+    ]
+    row = " | ".join(mark + x + mark.strip("~ ") for x in forms)
+    return f"| {words} | {row} |", cells[-len(forms) :]
 
 
 def _on_wire(row: Any) -> float:

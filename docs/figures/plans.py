@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from docs.figures.meshes import planned
 from docs.figures.wires import element_bytes
-from docs.results import GB, MB, Figure, Made, Piece, Worked, of
+from docs.results import GB, MB, Figure, Key, Made, Piece, Worked, of
 
 
 def of_plans() -> Iterator[Piece]:
@@ -29,6 +30,9 @@ def of_plans() -> Iterator[Piece]:
                 [of("logits", *at, "planned", unit=MB), of("logits", *at, "measured", unit=MB),
                  of("logits", *at, "seconds")],
             )  # fmt: skip
+    forms = ("{:.2f} s", "{:,.0f}")
+    yield planned("`data=8`", "4 layers", "data=8, stage 3, bf16", forms)
+    yield planned("`pipe=2,data=4`", "4 layers in stages", "pipe=2,data=4, stage 3, bf16", forms)
     one = 128_256 * 8192 * 4 / GB  # float32
     yield "128,256 and 8,192 tokens make {:.1f} GB of logits", [Worked(lambda: one)]
     yield "the three tensors take {:.1f} GB", [Worked(lambda: 3 * one / 16)]
@@ -49,6 +53,8 @@ def of_fast() -> Iterator[Piece]:
         "(by more than {:.1f} % and {:.0f} KiB)",
         [Worked(lambda: 100 * _more()[0]), Worked(lambda: _more()[1] / 1024)],
     )
+    at = [("plans", "float8", "rows", f"data=1, stage 0, {x}", "seconds") for x in ("fp8", "bf16")]
+    yield "in float8 is planned to take {:.2f} times as long", [Key("mesh_plans", *at)]
     yield "These scales add {:.1f} % to the bytes", [Worked(lambda: 100 * (element_bytes("fp8") - 1))]
 
 

@@ -25,12 +25,6 @@ _EXCEPT = {
 }
 # Pages that are written whole from tests, which compare them
 WRITTEN = {"docs/together.md"}
-# Lines with plans that no result file has yet: benchmarks.mesh.plans writes one
-PLANNED = {
-    "docs/performance.md": r"\| (?:\*\*)?(?:data|tensor|replicate) \d|With `--no-sequence-parallel`",
-    "docs/plans.md": r"\| `(?:data|pipe)=\d",
-    "docs/fast.md": r"\*\*Kernels\.\*\*",
-}
 
 
 class Found(NamedTuple):
