@@ -50,6 +50,6 @@ def test_one_place_on_a_drive_is_not_given_twice(tmp_path):
 def test_an_untouched_entry_on_a_drive_is_not_shared_by_two_states(tmp_path):
     state = state_of(MODULE, 3, offload=Offload(params="nvme", path=tmp_path))
     step = zerofn.compile(lambda state, _: (state.replace(step=state.step + 1), {}), donate=False)
-    with pytest.raises(RuntimeError, match=r"params\['0'\] is on a drive, .*donate=False"):
+    with pytest.raises(RuntimeError, match=r"params\['0'\] is stored on a drive, .*donate=False"):
         step(state, {})
     zerofn.unshard(state)

@@ -921,7 +921,7 @@ def test_a_module_that_the_step_imports_first_is_followed(caplog, monkeypatch, t
 
 def test_a_watch_that_is_no_list_is_refused():
     with pytest.raises(
-        TypeError, match=r"compile: watch must be a list, got 'lr'.*watch=\[settings, lambda: rate\(\)\]"
+        TypeError, match=r"compile: watch must be a list, got 'lr'.*watch=\[settings, lambda: len\(vocabulary\)\]"
     ):
         zerofn.compile(lambda s, x: x, watch="lr")
 

@@ -219,7 +219,7 @@ def test_what_cannot_be_recorded_runs_as_without(caplog):
         return {"w": (state["w"].bfloat16() * x["scale"]).float()}, x["scale"]
 
     assert "asks the device for a value" in refused(asks, torch.ones(4))
-    assert "computes 16-bit values with a number of the host" in refused(of_host, {"scale": torch.tensor(0.3)})
+    assert "computes 16-bit values with a number from the host" in refused(of_host, {"scale": torch.tensor(0.3)})
     assert "CUDA graph" in caplog.text
 
 

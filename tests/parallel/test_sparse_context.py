@@ -172,7 +172,7 @@ def refusals():
         ({"layout": 3, "method": "ring"}, "must be a pattern"),
         ({"layout": sparse.documents(torch.tensor([0, 20])), "method": "ring"}, "ends at 20, but a row has only 16"),
         ({"chunks": Chunks.in_order(3)}, "expected chunks for 2 ranks, which share a sequence, got chunks for 3"),
-        ({"chunks": Chunks(((0, 1, 2), (3, 4, 5)))}, "expected 3 chunks of one size, .* got 8"),
+        ({"chunks": Chunks(((0, 1, 2), (3, 4, 5)))}, "expected queries and keys of 3 chunks of one size, got 8"),
     ]
     for options, message in bad:
         with pytest.raises((ValueError, TypeError), match=message):

@@ -357,7 +357,7 @@ def test_the_table_names_axes():
 def test_shard_takes_the_plan_of_its_own_mesh_alone():
     table = planned({"data": 1}, 3)
     assert zerofn.shard(init_state, stage="auto", plan=table, unit=unit_of).params.spec.stage == 3
-    with pytest.raises(ValueError, match=r"for 4 rank\(s\), but this job has 1"):
+    with pytest.raises(ValueError, match=r"for 4 ranks, but this job has 1"):
         zerofn.shard(init_state, stage="auto", plan=planned({"data": 2, "tensor": 2}, 3), unit=unit_of)
 
 

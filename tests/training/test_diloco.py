@@ -386,7 +386,7 @@ def test_a_state_that_is_none_is_told():
         step.init({"params": {"w": torch.ones(4)}})
     with pytest.raises(TypeError, match="Write state = step.init"):
         zerofn.compile(step)(plain_state(mesh), None)
-    with pytest.raises(ValueError, match=r"fragments=2, but the parameters have only 1 unit\(s\)"):
+    with pytest.raises(ValueError, match=r"fragments=2, but the parameters have only 1 unit\."):
         step_of(every=4, fragments=2).init(plain_state(mesh))
     state = step.init(plain_state(mesh))
     with pytest.raises(ValueError, match="the state was made with 1 fragment"):

@@ -25,7 +25,7 @@ Pipelines: `stages.py` has `zerofn::on_stage`, which sends a leaf from its stage
 use, and `zerofn::to_stage`, which leaves its gradient where the leaf is. So a step gives the right result on a mesh
 with `pipe` without being changed, eagerly and compiled, and a pipelined step can be compared with it.
 
-The source begins with `maps.py`.
+Start reading: `maps.py`.
 """
 
 from __future__ import annotations

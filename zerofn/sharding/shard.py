@@ -295,7 +295,7 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
 
     Every rank gets the result; with `rank`, only this rank gets it, and the others get None for each `Sharded`. `only`:
     a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
-    call `unshard`. In addition to the result, at most one unit is in memory; if its leaves are sliced over `tensor` or
+    call it. In addition to the result, at most one unit is in memory; if its leaves are sliced over `tensor` or
     `expert`, at most three times the size of its slices. Raises `ValueError`, on every rank and before anything is
     sent, if `rank` does not exist.
 
