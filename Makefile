@@ -78,6 +78,7 @@ bench: $(VENV)/bench.stamp $(PEERS)/peers.stamp
 	$(VENV)/bin/python -m benchmarks.sparse.sparse --flex
 	$(VENV)/bin/python -m benchmarks.sparse.lengths --flex
 	$(VENV)/bin/python -m benchmarks.sparse.packed
+	$(VENV)/bin/python -m benchmarks.sparse.ring
 	$(VENV)/bin/python -m benchmarks.optimizer.optimizer
 	$(VENV)/bin/python -m benchmarks.drives.offload
 	$(VENV)/bin/python -m benchmarks.drives.nvme

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -324,8 +325,8 @@ def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises `ValueError` if a name is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(x for x in names if names.count(x) > 1)!r} occurs twice")
+        times = Counter(name for name, _ in pairs)
+        raise ValueError(f"the name {next(x for x in times if times[x] > 1)!r} occurs twice")
     return found
 
 

@@ -41,7 +41,7 @@ class Documents(Pattern):
         spans = torch.stack([first, torch.where(outside, first, last)], -1).to(torch.int32)
         if _is_known(self.ends):
             return spans
-        right = (ends[:, 0] == 0) & (ends.diff(dim=-1) >= 0).all(-1) & (ends[:, -1] <= num)
+        right = _increase(ends) & (ends[:, -1] <= num)
         return torch.where(right[:, None, None], spans, -1)
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
@@ -74,6 +74,11 @@ class Documents(Pattern):
 def _is_known(ends: Tensor) -> bool:
     """Return whether values are there, and looking at them stops no device."""
     return type(ends) is Tensor and ends.device.type == "cpu"
+
+
+def _increase(ends: Tensor) -> Tensor:
+    """Return of each row whether its ends, [.., documents + 1], increase from 0."""
+    return (ends[..., 0] == 0) & (ends.diff(dim=-1) >= 0).all(-1)
 
 
 def spans_of(numbers: Tensor) -> Tensor:
@@ -130,7 +135,7 @@ def documents(cu_seqlens: Tensor) -> Pattern:
         )
     if _is_known(cu_seqlens):
         with plain_dispatch():
-            if bool((cu_seqlens[..., 0] != 0).any()) or bool((cu_seqlens.diff(dim=-1) < 0).any()):
+            if not bool(_increase(cu_seqlens).all()):
                 raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {cu_seqlens.tolist()}.")
     # A layout is made of it once: what is written to the tensor later does not count.
     return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
