@@ -158,6 +158,6 @@ def test_a_load_while_another_job_saves(tmp_path):
 @pytest.mark.parametrize("name", [folder.MANIFEST, folder.SAVING])
 def test_files_of_others_with_these_names(tmp_path, name):
     (tmp_path / name).write_text(json.dumps({"name": "my web page"}))
-    with pytest.raises(CheckpointError, match=f"{name} is not a file of ZeroFn's"):
+    with pytest.raises(CheckpointError, match=f"{name} was not written by ZeroFn"):
         zerofn.save(tmp_path, train_state(7))
     assert json.loads((tmp_path / name).read_text()) == {"name": "my web page"}

@@ -80,7 +80,7 @@ def test_a_model_that_does_more_with_logits_is_refused():
     )
     model = transformers.Gemma2ForCausalLM(config)
     tiled_loss(model)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM uses logits for more than its loss"):
+    with pytest.raises(ValueError, match="Gemma2ForCausalLM does more with its logits than compute the loss"):
         model(**BATCH)
 
 

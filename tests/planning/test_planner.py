@@ -352,7 +352,7 @@ def test_a_profile_of_another_machine_is_refused():
     state = state_of(build(2), 3)
     plan = zerofn.compile(train_step_of(build(2))).lower(state, batch_of())
     for other in ("H100-8", HERE):
-        with pytest.raises(ValueError, match="this machine is .* Write one here with `zerofn profile FILE`"):
+        with pytest.raises(ValueError, match="this machine is .* Measure this machine with `zerofn profile FILE`"):
             plan.timeline(other)
     with pytest.raises(ValueError, match="needs measurements of this machine"):
         plan.timeline()

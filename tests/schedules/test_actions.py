@@ -51,7 +51,7 @@ def test_a_v_turns_round_on_one_rank():
 @pytest.mark.parametrize("arguments, text", [
     (("ring", 2), "placement 'ring': expected 'line', 'loop' or 'v'"),
     (("loop", 0), "at least 1 rank and 1 chunk, got 0 and 1"),
-    (("line", 2, 2), "a line has one stage a rank, got chunks=2; take 'loop' or 'v'"),
+    (("line", 2, 2), "placement 'line' has one stage per rank, got chunks=2. Write 'loop' or 'v'"),
 ])  # fmt: skip
 def test_other_placements_are_refused(arguments, text):
     with pytest.raises(ValueError, match=text):

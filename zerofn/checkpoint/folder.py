@@ -82,7 +82,7 @@ def check_usable(path: Path) -> None:
         strange += [p for p in there if not is_ours(p)]
     if strange:
         raise CheckpointError(
-            f"save: {path} exists and is not a checkpoint: {strange[0].name} is not a file of ZeroFn's. Choose another "
+            f"save: {path} exists and is not a checkpoint: {strange[0].name} was not written by ZeroFn. Choose another "
             "path, or move the folder."
         )
 

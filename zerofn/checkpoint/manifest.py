@@ -205,7 +205,9 @@ def _checked(manifest: Manifest) -> Manifest:
 
 def _check_tree(x: SavedTree, files: Mapping[str, FileIdentity]) -> None:
     if x.num_shards != len(x.files) or not set(x.files) <= set(files):
-        raise ValueError(f"{x.path!r} needs {x.num_shards} files of the list, one for each shard, got {list(x.files)}")
+        raise ValueError(
+            f"{x.path!r} must name {x.num_shards} of the manifest's files, one for each shard, got {list(x.files)}"
+        )
     for unit in x.units:
         if unit.size % x.num_shards:
             raise ValueError(

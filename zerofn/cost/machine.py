@@ -167,7 +167,7 @@ class Machine:
             what = f"was measured on {self.measured_on}" if self.measured_on else f"is {self.name}, known by name"
             raise ValueError(
                 f"this machine is {this_hardware()}, and the profile {what}: it cannot tell how long a "
-                "step takes here. Write one here with `zerofn profile FILE`; for a step elsewhere write "
+                "step takes here. Measure this machine with `zerofn profile FILE`; to plan for another machine, write "
                 "zerofn.plan(..., machine=...)."
             )
 

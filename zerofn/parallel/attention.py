@@ -213,7 +213,7 @@ def _check_layout(
     if isinstance(layout, Blocks) and method == "ring":
         raise ValueError(
             "attention: with method='ring' ranks must know before a step which blocks of keys they send, so the step "
-            "cannot choose the blocks. Write method='ulysses', with an index for the whole sequence."
+            "cannot choose the blocks. Write method='ulysses', and choose blocks of the whole sequence."
         )
 
 

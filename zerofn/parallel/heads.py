@@ -47,9 +47,9 @@ def check_numbers(name: str, part: nn.Module, attributes: Attributes, layers: Co
         if counts and attribute not in told:
             raise ValueError(
                 f"{name}.{attribute} is {value}, but the plan slices layers of {name or 'the model'} ({some(layers)}). "
-                "If these are layers of attention, pass the number of heads on a rank: "
-                f"attributes={{{pattern_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}; if not, "
-                "as in an MLP, keep the number: lambda heads, ranks: heads."
+                "If these are attention layers, divide the heads among the ranks: "
+                f"attributes={{{pattern_of(name)!r}: {{{attribute!r}: lambda heads, ranks: heads // ranks}}}}. If they "
+                "are not, as in an MLP, keep the number: lambda heads, ranks: heads."
             )
 
 

@@ -98,7 +98,7 @@ class _Hidden:
         seen, self.seen = self.seen or [], None
         if len(seen) != 1 or seen[0] is not logits:
             raise ValueError(
-                f"tiled_loss: {name} uses logits for more than its loss (a scale, a cap); write the loss function "
-                "yourself, with zerofn.remat around the loss of each tile."
+                f"tiled_loss: {name} does more with its logits than compute the loss (it scales or caps them, for "
+                "example). Write the loss function yourself, with zerofn.remat around the loss of each tile."
             )
         return logits

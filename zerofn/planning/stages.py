@@ -58,7 +58,7 @@ def stages_of_step(
     loops = captured_loops(train_step, state, batch, mesh, given, precision=precision)
     if len(loops) != 1:
         raise ValueError(
-            f"pipe: expected a step that computes gradients once, got {len(loops)} times; pass "
+            f"pipe: expected a step that computes gradients once, but this step computes them {len(loops)} times. Pass "
             "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch)."
         )
     asked = Asked(AUTO, None, None, loops[0].call.rounds)
@@ -66,7 +66,7 @@ def stages_of_step(
 
 
 def schedule_of(program: Program) -> Schedule | None:
-    """Return the schedule of a captured step that is not cut yet; None if it is no pipeline."""
+    """Return the schedule of a captured step that is not cut yet; None if it is not a pipeline."""
     loops = pipelines(program)
     return loops[0].pipeline.of(loops[0].call.rounds) if loops else None
 
