@@ -54,7 +54,7 @@ def of_fast() -> Iterator[Piece]:
         [Worked(lambda: 100 * _more()[0]), Worked(lambda: _more()[1] / 1024)],
     )
     at = [("plans", "float8", "rows", f"data=1, stage 0, {x}", "seconds") for x in ("fp8", "bf16")]
-    yield "in float8 is planned to take {:.2f} times as long", [Key("mesh_plans", *at)]
+    yield "the planned time of a step in float8 is {:.2f} times that of", [Key("mesh_plans", *at)]
     yield "These scales add {:.1f} % to the bytes", [Worked(lambda: 100 * (element_bytes("fp8") - 1))]
 
 

@@ -24,7 +24,7 @@ def of_offload() -> Iterator[Piece]:
         [host("8-bit moments, no finite check"), host("8-bit moments, clipped and checked")],
     )
     yield "| everything on the drive | {:.1f} | | {:.1f} |", [drives("no finite check"), drives("clipped and checked")]
-    for machine, file in (("Intel Xeon", "nvme"), ("another Intel Xeon", "nvme_xeon"), ("AMD EPYC", "nvme_epyc")):
+    for machine, file in (("Intel Xeon", "nvme"), ("a second Intel Xeon", "nvme_xeon"), ("AMD EPYC", "nvme_epyc")):
         yield (
             f"| {machine} | {{:.2f}} to {{:.2f}} |",
             [Made(file, lambda d, how=how: how(_of_fio(d))) for how in (min, max)],
@@ -40,7 +40,7 @@ def of_features() -> Iterator[Piece]:
     """Yield the pieces of features.md."""
     kinds = ("host, exact", "host, 8-bit moments", "drives, exact")
     yield (
-        "in all, a parameter takes {:.1f} bytes with float32 moments, {:.1f} with 8-bit moments, and {:.1f} if its "
+        "in total, a parameter takes {:.1f} bytes with float32 moments, {:.1f} with 8-bit moments, and {:.1f} if its "
         "state is on drives",
         [Held("offload", f"{x}, no finite check: bytes per parameter") for x in kinds],
     )

@@ -1,4 +1,4 @@
-"""Turn the user's step into one graph, and refuse, with what to write instead, a step whose graph would be wrong.
+"""Turn the user's step into one graph. Refuse a step whose graph would be wrong, and say what to write instead.
 
 Words:
 
@@ -17,16 +17,16 @@ write instead.
 Invariants:
 
 - `train_step` gives the same bits eagerly and compiled.
-- What changes the state is the same on all ranks. The gradient of a `psum` must be the same on all ranks of its axis,
-  and so must the loss along `tensor`. Shards, and noise in their shape (`normal_like`), are parts of one whole. A
-  step that updates a whole leaf with values of one rank's slices, before their sum, is refused; `unsummed.py` names
-  the leaf and the word of the plan that it lacks.
+- Values that change the state are the same on all ranks, or a rank's part of one value. The gradient of a `psum` must
+  be the same on all ranks of its axis, and so must the loss along `tensor`. Shards, and noise in their shape
+  (`normal_like`), are parts of one value. A step that updates a whole leaf with values of one rank's slices, before
+  their sum, is refused; `unsummed.py` names the leaf and the word of the plan that it lacks.
 - Objects that move when they are read, such as generators and iterators, are refused (`changing_constants.py`).
 
 Choices:
 
-- Libraries that ask `torch.compiler.is_compiling()` first hear no, because some models otherwise choose another
-  algorithm, with other rounding. Only a model that cannot be traced so is traced again with yes.
+- Libraries that ask `torch.compiler.is_compiling()` first get the answer no, because some models otherwise choose
+  another algorithm, with other rounding. Only a model that cannot be traced in this way is traced again with yes.
 - Traced tensors have no values. So transformers could not see that its positions are a plain range: it would mask all
   pairs of tokens and repeat grouped heads, with other rounding than eagerly, an L x L mask in each layer and no flash
   kernel. If code asks for a value that depends on no input (`bool`, `.item()`, `torch.equal`), we run its nodes once

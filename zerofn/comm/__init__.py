@@ -32,7 +32,7 @@ Invariants:
   order of its own, unless `compile(deterministic=True)`.
 - Every rank of a group starts the same transfers in the same order. Tags count them, and `zerofn.job` compares what
   ranks do.
-- This room knows no torch.fx.
+- This room does not know torch.fx.
 
 Wire codecs:
 

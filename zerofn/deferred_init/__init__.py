@@ -1,4 +1,4 @@
-"""Deferred initialisation: record what a function does to tensors, then do it leaf by leaf, with little in memory.
+"""Deferred initialisation: record what a function does to tensors, then replay it leaf by leaf, in little memory.
 
 Words:
 

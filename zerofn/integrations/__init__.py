@@ -1,4 +1,4 @@
-"""ZeroFn under other frameworks: transformers' and TRL's trainers, and Lightning, with public names only.
+"""ZeroFn under other frameworks: transformers' and TRL's trainers, and Lightning. The code uses only public names.
 
 Each integration needs its framework. The framework keeps its loop, data, callbacks and reports; ZeroFn runs the step.
 

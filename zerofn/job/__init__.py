@@ -40,7 +40,7 @@ Invariants:
   all ranks, is the secret. Without it one is drawn and left in the store: that keeps out mistakes, but not a person
   who reads the store. torchrun's store has no authentication, and the keys by which ranks first meet are torchrun's,
   unsigned. On a shared network, close its port with a firewall.
-- A process that a rank has forked, such as a loader's worker, is no rank. Collectives refuse to run in it, and its
+- A process that a rank has forked, such as a loader's worker, is not a rank. Collectives refuse to run in it, and its
   end tells nobody anything.
 
 Start reading: `agreement.py`, then `step_order.py` and `heartbeat.py`.

@@ -1,4 +1,4 @@
-"""Memory of the process: the host's allocator, page-locked buffers, shared arenas, donated tensors, and turns.
+"""Memory of the process: the host's allocator, page-locked buffers, shared arenas, donated tensors, and threads' turns.
 
 Words:
 
@@ -23,7 +23,7 @@ Invariants:
 - A step writes into the old state's memory and into shared arenas. So one lock of the process orders steps, captures
   and whatever reads a state. A thread holds the lock, so a save inside a running step is distinguished from one
   beside it.
-- This room knows no graphs: passes write requests down (`zerofn/graph/buffers.py`), and `zerofn/runtime/buffers.py`
+- This room does not know graphs: passes write requests (`zerofn/graph/buffers.py`), and `zerofn/runtime/buffers.py`
   allocates.
 
 Start reading: `arena.py`, then `turns.py`.

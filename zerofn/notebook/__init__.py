@@ -1,4 +1,4 @@
-"""Progress of a training as a line of figures, and ranks behind a notebook's cells (`%ranks`), with public names only.
+"""Training progress as a line of figures, and ranks behind a notebook's cells (`%ranks`). It uses only public names.
 
 How cells run on ranks: `%ranks 4` starts engines of ipyparallel that share one process group (`pool.py`,
 `engine.py`). A cell is sent to all of them. One rank's output is shown as it comes, the others' on demand, and an

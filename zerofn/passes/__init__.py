@@ -151,7 +151,7 @@ def standard(donating: bool = True) -> list[Pass]:
     """Return all passes in order. `donating`: whether the new state is written into the memory of the old one, as in
     every training step without `compile(donate=False)`.
 
-    The decisions about memory are made before `tile_logits`, the first that carries them out.
+    The decisions about memory are made before `tile_logits`, the first pass that carries them out.
 
     >>> [x.name for x in standard()][:3]
     ['fold_split_master', 'canonicalize', 'functionalize']

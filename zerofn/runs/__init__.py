@@ -1,4 +1,4 @@
-"""Runs: the checkpoints of a run in one folder, copies of its newest state in memory, and when it is to stop.
+"""Runs: the checkpoints of a run in one folder, copies of its newest state in memory, and when a run must stop.
 
 Words:
 

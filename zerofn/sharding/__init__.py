@@ -2,7 +2,7 @@
 
 Words:
 
-- *Sharded*: a pytree node whose only leaves are this rank's shards, one flat tensor a unit (`sharded.py`).
+- *Sharded*: a pytree node whose only leaves are this rank's shards, one flat tensor per unit (`sharded.py`).
   `tree_map(lambda p, g: p - lr * g, params, grads)` on two such trees is the partitioned update.
 - *Partition*: one frozen value that says over which ranks units are cut, over which ranks copies are refreshed, the
   slices of leaves, dtypes, wire codec, storage codec and tier (`partition.py`). Stages, hybrid sharding (MiCS) and
@@ -34,8 +34,8 @@ slices.
   only, because `zerofn.moe` has brought the experts the tokens of all ranks. Every other unit is cut into shards
   along `expert` as along `data`.
 
-Gather and scatter are linear maps and transposes of each other, under this inner product: a gathered value stands for
-the mean over ranks, and shards for their plain sum. So the transpose of the all-gather is the averaging
+Gather and scatter are linear maps and transposes of each other, under these inner products: a mean over ranks for
+gathered values, and a sum over ranks for shards. So the transpose of the all-gather is the averaging
 reduce-scatter. Gradients, Hessian-vector products and all higher orders are those of the global batch
 (`gather_scatter.py`).
 

@@ -1,4 +1,4 @@
-"""Record operations on fake tensors quickly, for capture and initialisation, and notice where fake results err.
+"""Record operations on fake tensors quickly, for capture and initialisation, and notice where fake results are wrong.
 
 How an operation is recorded: torch takes half a millisecond an operation, mostly for proxies and for metadata that it
 hashes field by field. A step repeats few kinds of operations. So `shortcut.py` asks torch once for each kind (an
