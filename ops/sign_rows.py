@@ -22,7 +22,7 @@ _ROWS = 4  # zf_number of rows that are added up
 
 
 def row_bytes(size: int, block: int) -> int:
-    """Return the bytes of a row of so many elements.
+    """Return the bytes of a row of this number of elements.
 
     >>> row_bytes(4096, 2048)
     528
@@ -47,7 +47,7 @@ class Signs(NamedTuple):
         return len(self.rows) * self.size
 
     def check(self, what: str, numel: int, device: torch.device) -> None:
-        """Raise `TypeError` or `ValueError` unless these can be the signs of so many elements."""
+        """Raise `TypeError` or `ValueError` unless these can be the signs of this number of elements."""
         if self.block not in wire_codes.BLOCKS or self.size % self.block or self.numel != numel:
             raise ValueError(
                 f"{what}: {len(self.rows)} rows of {self.size} elements, in blocks of {self.block}, for {numel} "

@@ -43,7 +43,7 @@ class Codes(NamedTuple):
         return self.scales.numel() * self.block
 
     def check(self, what: str, size: int, device: torch.device) -> None:
-        """Raise `ValueError` or `TypeError` unless these can be the codes of so many elements."""
+        """Raise `ValueError` or `TypeError` unless these can be the codes of this number of elements."""
         if self.format not in FORMATS or self.block not in BLOCKS or size % self.block:
             raise ValueError(
                 f"{what}: {size} elements as {self.format!r} in blocks of {self.block}; formats are "

@@ -102,7 +102,7 @@ def compile(
       time; "graphs": see docs/fast.md. Or your own backend: an instance with `bind(program) -> Runner`.
     - `passes`: your own passes, `[zerofn.Pass(mine)]`, which run before the pass named "donate"; or a function that
       receives the list of all passes and returns the list to run (`zerofn.passes.before`). Each added pass is checked.
-    - `deterministic`: also on GPUs, sum in rank order and use deterministic kernels, or raise.
+    - `deterministic`: also on GPUs, sum in rank order and use deterministic kernels; raise where torch has none.
     - `broadcast_buffers`: all ranks take rank 0's values of unsharded state, of any dtype, as under DDP.
     - `watch`: further values that the step depends on (docs/sharp_bits.md): objects, and functions without arguments,
       whose results are compared at every call.

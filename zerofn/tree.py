@@ -2,7 +2,7 @@
 
 ZeroFn flattens every tree here, with optree, so that leaves have the same order on every rank: dict keys are sorted,
 while `torch.utils._pytree` keeps insertion order, which may differ between ranks. `None` is a node without leaves.
-Dataclasses, TensorDicts and mappings that are no dicts (`UserDict`, a tokenizer's `BatchEncoding`) become nodes when
+Dataclasses, TensorDicts and mappings that are not dicts (`UserDict`, a tokenizer's `BatchEncoding`) become nodes when
 they are first seen, and so do named tuples that are more than their fields. What is rebuilt has the entries and the
 attributes that it had; no code of its class runs. ZeroFn never imports tensordict, which takes longer to import than
 all of ZeroFn: who has a TensorDict has imported it.
@@ -248,7 +248,7 @@ def _orders(tree: Any) -> Any:
 @functools.cache
 def _looks(kind: Any) -> Callable[[Any], tuple[Iterable[Any] | None, Iterable[Any]]] | None:
     """Return a function that gives the keys of a container of a class, if it has any, and what it holds. None for what
-    is no container.
+    is not a container.
     """
     base: Any = base_of(kind)
     if getattr(kind, "is_value", False):  # as a number is, though it has parts

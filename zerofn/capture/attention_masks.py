@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     """What pairs of tokens a mask [.., Lq, Lk] allows, the same in all rows.
 
     `triangle`: no token looks at one behind it. `full`: all pairs are allowed, of the triangle if there is one.
-    `window`: each token looks at itself and those before it, so many in all; 0 if it is no such mask.
+    `window`: how many tokens each token attends to, itself and those before it; 0 for another mask.
     """
 
     triangle: bool

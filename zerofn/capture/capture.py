@@ -255,7 +255,7 @@ def _check_values(out: Any) -> None:
 
 
 def _holds_tensors(leaf: Any) -> bool:
-    """Whether an object that is no container has tensors in it."""
+    """Whether an object that is not a container has tensors in it."""
     if isinstance(leaf, Tensor) or is_sharded(leaf):
         return False
     inside = leaf if isinstance(leaf, set | frozenset) else getattr(leaf, "__dict__", {}).values()

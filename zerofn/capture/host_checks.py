@@ -28,7 +28,7 @@ _BETWEEN = ("torch/_ops.py", "torch/_compile.py", "torch/_dynamo/eval_frame.py")
 
 def passing_answer() -> bool | None:
     """Return what the check that a library makes right now has to hear so that it raises nothing; None if the
-    innermost line of Python is no such check.
+    innermost line of Python is not such a check.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _is_between(frame.f_code):

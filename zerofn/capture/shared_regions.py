@@ -32,7 +32,7 @@ class _Recorded:
     """A region as it was captured first, in a graph of its own, which no pass changes.
 
     `key`: what it depends on. `inputs`: the graph's nodes that stand for the region's inputs, by number. `outputs`: for
-    each leaf of what it returns its node and value, or what it is if it is no tensor; `treedef`: the tree of these.
+    each leaf of what it returns its node and value, or what it is if it is not a tensor; `treedef`: the tree of these.
     `constants`: tensors that the region reads, by their names in the graph.
     """
 

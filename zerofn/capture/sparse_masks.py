@@ -53,7 +53,7 @@ _TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq"}
 
 
 class Allowed(NamedTuple):
-    """What a mask allows: tiles of a layout and, of them, the keys of a query's document that are no padding.
+    """What a mask allows: tiles of a layout and, of them, the keys of a query's document that are not padding.
     `numbers`: the node of the documents' numbers [rows, tokens], which never decrease in a row. `padding`: nodes of
     booleans [rows or 1, .., keys]. `made`: what `by_layout` gets of both, made for a trace's first layer.
     """

@@ -217,7 +217,7 @@ def _pickled(path: Path) -> str:
 
 
 def _is_pickled(file: Path) -> bool:
-    """Whether a file that is no safetensors begins as those of torch.save do: as a zip archive, or as a pickle."""
+    """Whether a file that is not a safetensors file begins as those of torch.save do: as a zip archive or a pickle."""
     begin = fetch(file, 0, 4)
     return begin == b"PK\3\4" or begin[:1] == b"\x80"
 

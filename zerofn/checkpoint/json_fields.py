@@ -47,7 +47,7 @@ class Field:
         return [Field(x, f"{self._at}[{k}]") for k, x in enumerate(self._of(list, "a list"))]
 
     def several(self, number: int) -> list[Field]:
-        """The fields of a list of so many."""
+        """The fields of a list of this length."""
         found = self.each()
         if len(found) != number:
             raise self._error(f"a list of {number}")

@@ -90,7 +90,7 @@ def read(loader: HasState | None, path: Path) -> Any:
 
 
 def go_on(loader: HasState | None, state: Any) -> None:
-    """Let a loader go on from where it stood."""
+    """Let a loader continue from where it stopped."""
     if loader is None:
         return
     loader.load_state_dict(state)

@@ -47,11 +47,11 @@ def load(
 ) -> T:
     """Return the state that was saved at `path`, with the layout of `like`.
 
-    World size, mesh, stage, units, precision, and which trees are sharded may differ from the saved state. Values have
-    the same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each reads only the
-    intervals that it needs. `like` is not changed and shares no memory with the result; it may be a donated state. If
-    the checkpoint has no loss scale or no `feedback`, that of `like` is used; if `like` has none, that of the
-    checkpoint is ignored.
+    World size, mesh, stage, units, precision, and which trees are sharded may differ from those of the saved state.
+    Values have the same bits, or are cast (with one log line) to the dtypes of `like`. Every rank must call it; each
+    reads only the intervals that it needs. `like` is not changed and shares no memory with the result; it may be a
+    donated state. If the checkpoint has no loss scale or no `feedback`, that of `like` is used; if `like` has none,
+    that of the checkpoint is ignored.
 
     `only="params"`: a key path of `like`. Leaves below it are read, and all others keep the values of `like`. With
     `only`, `like` must not be a donated state. `rename`: name in the checkpoint -> name in `like`, None to leave a leaf
@@ -60,9 +60,9 @@ def load(
     `donate=True` reads into the memory of `like`, so that memory holds one state, not two. Using `like` afterwards
     raises `RuntimeError`, even if the checkpoint turns out to be damaged.
 
-    Raises `CheckpointError`, on every rank and, without `donate`, with `like` still usable, if `path` has no complete
-    checkpoint, if a file is missing, truncated or damaged, or if names, shapes or types of leaves differ from those of
-    `like`.
+    Raises `CheckpointError` on every rank if `path` has no complete checkpoint, if a file is missing, truncated or
+    damaged, or if names, shapes or types of leaves differ from those of `like`. Without `donate`, `like` is still
+    usable then.
 
     >>> import tempfile, zerofn
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -43,8 +43,9 @@ def load_safetensors(
     `strict=False`, leaves that the files lack keep the values of `like`, and tensors without a leaf are ignored;
     one log line names both. `like` is not changed.
 
-    Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, a leaf without a tensor or
-    (with `strict`) a tensor without a leaf, shapes that differ, and files whose values differ between ranks.
+    Raises `CheckpointError` on every rank for files that are missing, damaged or pickled, shapes that differ, and files
+    whose values differ between ranks; with `strict`, for a leaf without a tensor or a tensor without a leaf; without
+    it, for files that have none of the leaves.
 
     >>> import tempfile, torch
     >>> from safetensors.torch import save_file

@@ -46,7 +46,7 @@ def saved_by(run: Path, step: int) -> dict[str, Any]:
 
 
 def metric_of(run: Path, step: int, name: str) -> float | None:
-    """Return a metric that was saved with a checkpoint; None if it was not, or is no number."""
+    """Return a metric that was saved with a checkpoint; None if it was not, or is not a number."""
     try:
         value = read_manifest(path_of(run, step)).notes.get("metrics", {}).get(name)
     except CheckpointError:

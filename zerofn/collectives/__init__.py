@@ -1,6 +1,6 @@
 """Collectives as pure functions over a named axis of ranks, each of them differentiable to every order.
 
-All ranks of the axis must call a collective, in the same order, with tensors of one shape and dtype. Nothing is
+All ranks of the axis must call a collective, in the same order, with tensors of the same shape and dtype. Nothing is
 written to an argument.
 
 `axis` is the name of an axis, or an `Axis` (`mesh.axis(name)`). Without one, the ranks that have different parts of
@@ -15,15 +15,15 @@ Terms:
   it differentiable under `torch.autograd.grad`, `torch.func.grad`/`vjp`/`jvp`/`vmap`, to every order, and under
   capture: forward mode applies the map, and the backward pass its transpose.
 - `vary` and `psum`, JAX's `pvary` and `psum`: transposes of each other. `vary` sends nothing forward and sums
-  gradients; `psum` sums forward and sends nothing backward. Layers that are cut along `tensor` begin with the one and
-  end with the other.
+  gradients; `psum` sums forward and sends nothing backward. Layers that are sliced along `tensor` begin with `vary` and
+  end with `psum`.
 
 Transposes here are those of the plain sum over ranks. `zerofn.gather` and `zerofn.scatter` are each other's
 transposes under another inner product; see `zerofn.sharding`.
 
-Pipelines: `stages.py` has `zerofn::on_stage`, which sends a leaf from its stage to all ranks along `pipe` before its
-use, and `zerofn::to_stage`, which leaves its gradient where the leaf is. So a step gives the right result on a mesh
-with `pipe` without being changed, eagerly and compiled, and a pipelined step can be compared with it.
+Pipelines (`stages.py`): `zerofn::on_stage` sends a leaf from its stage to all ranks along `pipe` before its use, and
+`zerofn::to_stage` leaves its gradient on the leaf's stage. So an unchanged step, eager or compiled, gives the right
+result on a mesh with `pipe`, and a pipelined step can be compared with it.
 
 Start reading: `maps.py`.
 """
@@ -80,9 +80,9 @@ def _from_last(x: Tensor, dim: int, what: str) -> int:
 def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Concatenate every rank's `x` along `dim`, in rank order.
 
-    `x` [..., s, ...]: any dtype, of one shape and dtype on all ranks, at least one dim. `axis`: the ranks that take
-    part, by default those that have different parts of the batch; see the module. `dim`: the dim to concatenate along;
-    negative ones count from the last.
+    `x` [..., s, ...]: any dtype, with the same shape and dtype on all ranks, at least one dim. `axis`: the ranks that
+    take part, by default those that have different parts of the batch; see the module. `dim`: the dim to concatenate
+    along; negative ones count from the last.
 
     -> [..., size * s, ...] in the dtype and on the device of `x`, the same on all ranks. With one rank, a view of `x`.
     Transpose: `reduce_scatter`, a sum. Raises `ValueError` for a scalar and for an axis that does not exist,
@@ -98,8 +98,8 @@ def all_gather(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Te
 def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -> Tensor:
     """Sum `x` over ranks and keep this rank's equal part along `dim`.
 
-    `x` [..., size * s, ...]: of one shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`. `dim`:
-    the dim to cut; negative ones count from the last.
+    `x` [..., size * s, ...]: with the same shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`.
+    `dim`: the dim to cut; negative ones count from the last.
 
     -> [..., s, ...]: rank r gets elements [r * s, (r + 1) * s) of the sum along `dim`, added up in the dtype of `x`, on
     gloo in rank order, on its device. With one rank, a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
@@ -123,7 +123,7 @@ def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -
 def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Sum `x` over ranks.
 
-    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+    `x` [...]: with the same shape and dtype on all ranks. `axis`: see `all_gather`.
 
     -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. With one
     rank, a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
@@ -143,8 +143,8 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 def broadcast(x: Tensor, axis: str | Axis | None = None, *, source: int = 0) -> Tensor:
     """Return one rank's `x` on all ranks.
 
-    `x` [...]: any dtype, of one shape and dtype on all ranks. `axis`: see `all_gather`. `source`: the rank of the axis
-    whose `x` is returned.
+    `x` [...]: any dtype, with the same shape and dtype on all ranks. `axis`: see `all_gather`. `source`: the rank of
+    the axis whose `x` is returned.
 
     -> [...] in the dtype and on the device of `x`, the same bits on all ranks. With one rank, a view of `x`. An
     all-to-all and an all-gather spread the work: each rank sends at most 2 / n of `x` to each other rank. Transpose:
@@ -171,11 +171,11 @@ def broadcast(x: Tensor, axis: str | Axis | None = None, *, source: int = 0) -> 
 def mean(x: Tensor, like: Any = None) -> Tensor:
     """Return the mean of `x` over the ranks that have different parts of the batch, for metrics.
 
-    `x` [...]: of one shape and dtype on all ranks, such as the loss of this rank's rows. `like`: the state or the
-    parameters with which it was computed, or their mesh; None is the current mesh, see the module.
+    `x` [...]: with the same shape and dtype on all ranks, such as the loss of this rank's rows. `like`: the state or
+    the parameters with which it was computed, or their mesh; None is the current mesh, see the module.
 
     -> [...] in the dtype of `x`, integers in torch's default dtype; the same on all ranks that computed `x` alike.
-    Ranks count equally: where they have unequally many tokens, divide `all_reduce` of sums by that of numbers.
+    Ranks count equally. If their numbers of tokens differ, divide the `all_reduce` of sums by that of the numbers.
     Differentiable in `value_and_grad`. All ranks must call it. Raises `ValueError` where it is not clear which mesh is
     meant, and for a `like` without a `Sharded`.
 
@@ -217,7 +217,7 @@ def vary(x: Tensor, axis: str | Axis) -> Tensor:
 def psum(x: Tensor, axis: str | Axis) -> Tensor:
     """Sum `x` over ranks into one value, as the output of a layer whose input is cut over an axis. JAX's `psum`.
 
-    `x` [...]: of one shape and dtype on all ranks. `axis`: see `all_gather`.
+    `x` [...]: with the same shape and dtype on all ranks. `axis`: see `all_gather`.
 
     -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits. All ranks must use the
     sum in the same way; the gradient of `x` is then the gradient of the sum: the transpose is `vary`. (After
@@ -239,11 +239,11 @@ def psum(x: Tensor, axis: str | Axis) -> Tensor:
 def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     """Send row r of `x` to rank r.
 
-    `x` [size, ...]: any dtype, of one shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
+    `x` [size, ...]: any dtype, with the same shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
     `all_gather`.
 
-    -> [size, ...] in the dtype and on the device of `x`: row r is what came from rank r. At one rank a view of `x`.
-    Transpose: itself. Raises `ValueError` for another number of rows and for an axis that is not there.
+    -> [size, ...] in the dtype and on the device of `x`: row r is what came from rank r. With one rank, a view of `x`.
+    Transpose: itself. Raises `ValueError` for another number of rows and for an axis that does not exist.
 
     >>> all_to_all(torch.tensor([[1, 2]]))
     tensor([[1, 2]])
@@ -261,11 +261,11 @@ def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -> Tensor:
     """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
 
-    `x` [...]: any dtype, of one shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the same on
-    all ranks. `axis`: see `all_gather`.
+    `x` [...]: any dtype, with the same shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the
+    same on all ranks. `axis`: see `all_gather`.
 
-    -> [...] in the dtype and on the device of `x`. At one rank a view of `x`. Transpose: the inverse permutation.
-    Raises `ValueError` unless `sources` names each rank once, and for an axis that is not there.
+    -> [...] in the dtype and on the device of `x`. With one rank, a view of `x`. Transpose: the inverse permutation.
+    Raises `ValueError` unless `sources` names each rank once, and for an axis that does not exist.
 
     >>> permute(torch.tensor([1.0, 2.0]), sources=[0])
     tensor([1., 2.])

@@ -68,7 +68,7 @@ class WireCodec:
         whole[start:].copy_(coded[start:].clone())
 
     def row_bytes(self, shard: int, itemsize: int, size: int, start: int = 0) -> int:
-        """Return the bytes that a rank sends of its shard, of so many elements, to each of the others."""
+        """Return the bytes that a rank sends of its shard, of this number of elements, to each of the others."""
         return shard * self.dtype.itemsize
 
     def rows_in(self, whole: Tensor, size: int, start: int = 0) -> Tensor:

@@ -62,7 +62,7 @@ def covers(tensor: torch.Tensor) -> bool:
 
 
 def is_random(func: Any) -> bool:
-    """Whether `func` draws from a generator. What is no ATen operation is a whole sampler."""
+    """Whether `func` draws from a generator. An operation that is not ATen's is a whole sampler."""
     return not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -78,7 +78,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def mapped(f: Callable[[Any], Any], tree: Any) -> Any:
-    """The arguments of an operation with `f` applied to all that is no list, tuple or dict."""
+    """The arguments of an operation with `f` applied to everything that is not a list, tuple or dict."""
     if isinstance(tree, dict):
         return {key: mapped(f, x) for key, x in tree.items()}
     if type(tree) is list or type(tree) is tuple:

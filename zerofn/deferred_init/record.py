@@ -2,7 +2,7 @@
 
 The function runs on fake tensors (shapes, no data) under a dispatch mode that logs every ATen call
 as a `LoggedCall` on buffer versions (see `call_log.py`). Tensors are told apart by storage and geometry,
-never by object. So views, `detach`, `.data = ...` and `nn.Parameter` are no operations at all, and
+never by object. So views, `detach`, `.data = ...` and `nn.Parameter` are not operations at all, and
 only two kinds of calls are logged: those that make new buffers and those that write into old ones.
 A write that overwrites a whole buffer unread begins a new version of it. Random calls also depend
 on each other, in program order.

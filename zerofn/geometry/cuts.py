@@ -118,7 +118,7 @@ class Pipeline:
         return replace(self, schedule=schedule)
 
     def of(self, microbatches: int) -> Schedule:
-        """Return the schedule for so many microbatches. Raises `ValueError` if that of one's own has another number."""
+        """Return the schedule for that many microbatches. Raises `ValueError` if the user's own has another number."""
         if isinstance(self.schedule, Schedule):
             if self.schedule.microbatches != microbatches:
                 raise ValueError(

@@ -26,7 +26,7 @@ class Outline(NamedTuple):
 
 
 def outline(gm: GraphModule, numbers: Mapping[str, Any]) -> Outline:
-    """Return the outline of a graph that no pass has changed yet. `numbers`: results that are no tensors, by name."""
+    """Return the outline of a graph that no pass has changed yet. `numbers`: results that are not tensors, by name."""
     constants: list[Tensor] = []
     pairs = [*_described(gm, constants), *((f"returns {k} = {x!r}", "") for k, x in numbers.items())]
     lines, places = zip(*pairs, strict=True)

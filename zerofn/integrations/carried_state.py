@@ -1,4 +1,4 @@
-"""A state laid out anew: parameters and moments are carried by name, where others are trained than before."""
+"""A state laid out again: if other parameters are trained than before, parameters and moments are carried by name."""
 
 from __future__ import annotations
 

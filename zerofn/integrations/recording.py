@@ -166,7 +166,7 @@ class Recording:
         return value
 
     def read(self, path: Path, key: Any) -> None:
-        """Note that the step goes on with what it finds."""
+        """Note that the step continues with what it finds."""
         key = key if key is ALL or type(key) is tuple else (False, key)
         self._read.setdefault(path, set()).add(key)
         self._compare(path, key, self._written.get(path, set()))

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of mu and nu
 
 
 def params_of(what: str, like: Any) -> Any:
-    """Return a state's parameters. Raises `TypeError` for what is no state."""
+    """Return a state's parameters. Raises `TypeError` for anything but a state."""
     if not hasattr(like, "params") or not hasattr(like, "opt_state"):
         raise TypeError(f"{what}: like must be a TrainState, got {told(like)}.")
     return like.params

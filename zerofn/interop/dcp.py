@@ -27,7 +27,7 @@ def load_dcp(path: str | Path, like: T, *, only: str | None = None) -> T:
 
     Parameters are found by their names in `like.params`, with any prefix (such as "model."), and Adam's `exp_avg`,
     `exp_avg_sq` and `step` by the same names with another prefix, as torch's `get_state_dict` writes them. With
-    `only="params"`, all other entries keep their values of `like`. The state's `step` becomes the optimizer's. The
+    `only="params"`, all other entries keep the values of `like`. The state's `step` becomes the optimizer's. The
     numbers of ranks may differ, and DTensors may be sharded in any way. Every rank must call it; in addition to the
     result, one tensor is in memory at a time. `like` is not changed.
 

@@ -159,7 +159,7 @@ class _Reader(dcp.FileSystemReader):
         return file.stat().st_size
 
     def check(self, key: str, nbytes: int) -> None:
-        """Raise `zerofn.CheckpointError` unless a tensor of so many bytes is in the files, and nothing larger."""
+        """Raise `zerofn.CheckpointError` unless a tensor of that many bytes is in the files, and nothing larger."""
         places, what = self._places.get(key, ()), f"load_dcp: {key!r} in {self._file.parent}"
         there = sum(info.length for info in places)
         if nbytes > there:

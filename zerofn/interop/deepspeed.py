@@ -72,7 +72,7 @@ def from_deepspeed(
     job.
 
     `zerofn config ds_config.json` prints for every key what replaces it, and why. Raises `ValueError` for an unknown
-    key, an `"auto"` without a value, a batch size that is not rows x microbatches x ranks, and a key without
+    key, an `"auto"` without a value, a batch size that is not rows x microbatches x ranks, and a key without a
     counterpart; `FileNotFoundError` if the file does not exist.
 
     >>> config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}

@@ -58,7 +58,7 @@ def load_deepspeed(path: str | Path, like: T, *, tag: str | None = None, only: s
     `path`: the folder that was passed to `engine.save_checkpoint`. `tag`: which checkpoint in it; by default the one
     that the file `latest` names. Parameters are read from fp32 masters if the checkpoint has them. Adam's moments and
     step count go to the `AdamState` in `like.opt_state`, the engine's steps to `step` and `skipped`, and a dynamic loss
-    scale to that of `like`. With `only="params"`, all other entries keep their values of `like`. The number of ranks
+    scale to that of `like`. With `only="params"`, all other entries keep the values of `like`. The number of ranks
     may differ. Every rank must call it; each reads only the intervals that it needs. `like` is not changed.
 
     Names are the module's, as in `dict(module.named_parameters())`. A tied weight is one parameter; `like` may have it

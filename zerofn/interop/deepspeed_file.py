@@ -17,8 +17,8 @@ _LARGEST = 2.0**63  # larger numbers are a mistake, and torch's counts do not ho
 
 
 def read(config: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as a dict. Raises `ValueError` for what is no JSON, has a key twice or is no object, and
-    `FileNotFoundError`.
+    """Return a configuration as a dict. Raises `ValueError` for a text that is not JSON, has a key twice or is not an
+    object, and `FileNotFoundError`.
     """
     if isinstance(config, Mapping):
         return dict(config)

@@ -55,9 +55,9 @@ def step_of(
     language model of its kind. `capacity`: of an expert, see `zerofn.moe.experts`. `sequence_parallel`: over the tensor
     axis, layers have parts of the tokens, and the loss is computed from slices of logits; see `zerofn.parallel.tensor`.
     `layers`: only as many of them. `microbatches`: of the rows, over which the step accumulates.
-    Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file that is no config, a model
-    that takes no tokens, a context that is longer than the model's positions, and for axes that do not divide heads,
-    experts or the sequence, or that the model has no plan for.
+    Raises `FileNotFoundError`; `ImportError` without transformers; `ValueError` for a file that is not a config, a
+    model that takes no tokens, a context that is longer than the model's positions, and for axes that do not divide
+    heads, experts or the sequence, or that the model has no plan for.
     """
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():

@@ -62,7 +62,7 @@ class Signs:
         self.inherited: dist.ProcessGroup | None = None
 
     def forked(self) -> None:
-        """A forked process is no rank: how it ends is no matter of the job's."""
+        """A forked process is not a rank: how it ends does not concern the job."""
         self.heard, self.mute, self.leaving = None, False, threading.RLock()
         if dist.is_initialized():
             self.inherited = dist.group.WORLD
@@ -74,7 +74,7 @@ class Signs:
             drop()
 
     def raise_if_aborted(self) -> None:
-        """Raise `RuntimeError` if transfers were aborted: what they left is no result."""
+        """Raise `RuntimeError` if transfers were aborted: what they left is not a result."""
         if self.aborted is not None:
             self.let_go()
             raise RuntimeError(f"stopped, because another rank failed. {self.aborted}")
@@ -193,7 +193,7 @@ def abandon(message: str) -> None:
 
 @checked()
 def abort(message: str) -> None:
-    """Tell the other ranks that this one cannot go on, and leave the process group.
+    """Tell the other ranks that this one cannot continue, and leave the process group.
 
     Ranks that wait for this one raise a `RuntimeError` with `message`, instead of waiting until this process ends. For
     programs that continue after an error, such as notebooks and servers; a program that ends tells the other ranks by

@@ -124,7 +124,7 @@ class Heartbeat:
         self._threads, self._group = [], None
 
     def forked(self) -> None:
-        """A forked process is no rank."""
+        """A forked process is not a rank."""
         self.__init__()  # type: ignore[misc]
 
     @contextlib.contextmanager

@@ -95,7 +95,7 @@ class Meetings:
 
     @contextlib.contextmanager
     def none_inside(self, what: str) -> Iterator[None]:
-        """Let `begin` raise inside: `what` is no place to communicate."""
+        """Let `begin` raise inside: no communication is possible in `what`."""
         before, self.refused = self.refused, what
         try:
             yield

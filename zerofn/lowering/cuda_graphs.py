@@ -218,11 +218,11 @@ class Replayed:
             segment.recording = None
 
     def give_up(self, why: str) -> None:
-        """Record no more. The step in progress goes on as it can."""
+        """Record no more. The step in progress continues without recordings."""
         self._why = self._why or why
 
     def lose(self) -> None:
-        """Record anew at the next call: something is not where it was."""
+        """Record again at the next call: some memory has moved."""
         self._arenas = None
 
     def recorded(self, segment: _Replay, inputs: Sequence[Any]) -> _Recording | None:

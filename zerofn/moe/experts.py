@@ -5,7 +5,7 @@ the model's own code, and the results come back. Sizes are static: the host neve
 
 Without a capacity every rank gets the tokens of all, computes what its experts add to them, and each gets back the sum
 for its own. So nothing can be dropped, and a token is sent once to every rank, however many of its experts are there.
-With a capacity an expert has so many places for the tokens of each rank, which are all that is sent.
+With a capacity, an expert has this number of places for the tokens of each rank, and only these are sent.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _sizes(logits: Tensor, k: int) -> tuple[int, int]:
 def places_of(num_tokens: int, num_experts: int, k: int, capacity: float | None, min_capacity: int) -> int:
     """Return the number of places of each expert for the tokens of one rank.
 
-    Raises `ValueError` for a capacity that is no number or drops everything.
+    Raises `ValueError` for a capacity that is not a number or drops everything.
     """
     if not isinstance(min_capacity, int) or isinstance(min_capacity, bool) or min_capacity < 0:
         raise ValueError(f"moe.route: min_capacity={min_capacity!r}, a number of tokens, must be 0 or more.")

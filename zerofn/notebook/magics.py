@@ -70,7 +70,7 @@ class RankMagics(Magics):
     @no_var_expand
     @line_cell_magic
     def ranks(self, line: str, cell: str | None = None) -> None:
-        """%ranks N: start N ranks, or go on with N; %%ranks: run a cell on all of them. See also %ranks help."""
+        """%ranks N: start N ranks, or continue with N; %%ranks: run a cell on all of them. See also %ranks help."""
         words = line.split()
         if cell is not None:
             self._run(line, cell)

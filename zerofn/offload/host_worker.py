@@ -1,4 +1,4 @@
-"""The thread that updates state on the host (*aside*), while the caller goes on launching kernels."""
+"""The thread that updates state on the host (*aside*), while the caller continues to launch kernels."""
 
 from __future__ import annotations
 

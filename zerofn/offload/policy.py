@@ -33,7 +33,7 @@ class Offload:
     """Tiers of memory for a state.
 
     `optimizer`, `params`: None (where the model computes), "cpu" (host memory) or "nvme" (files on drives). `path`: the
-    folder or folders to stripe over, for "nvme"; default is the system's temporary folder. `fraction`: the share of the
+    folder or folders to stripe over, for "nvme"; by default the system's temporary folder. `fraction`: the share of the
     units' bytes to offload, starting with the last units by name, which most models use last. `update`: the processor
     that updates offloaded state: "cpu", "gpu" (state is streamed through it), "split" between both, or "auto", which
     chooses by measured rates.

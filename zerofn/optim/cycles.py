@@ -56,7 +56,7 @@ def cosine_onecycle_schedule(
 
 @checked()
 def sgdr_schedule(cosine_kwargs: Iterable[Mapping[str, Any]]) -> Schedule:
-    """Warm restarts: one `warmup_cosine_decay_schedule` after the other (Loshchilov and Hutter 2017).
+    """Warm restarts: one `warmup_cosine_decay_schedule` after another (Loshchilov and Hutter 2017).
 
     `cosine_kwargs`: for each cycle a dict of that schedule's arguments. A cycle is `decay_steps` long. Raises
     `ValueError` for an empty list, `TypeError` for arguments that the schedule does not have.

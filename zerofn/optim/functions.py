@@ -24,7 +24,7 @@ def from_functions(
     else use `zerofn.global_norm`, `leaf_norms`, `vdot` or `gather`. A step whose gradients are not finite changes
     nothing; your functions need no code for it. Raises `TypeError` for an argument that is not a function of these
     arguments, and if `update` does not return a pair. A transformation around others is a `GradientTransformation`,
-    whose field `masks` has theirs too.
+    whose field `masks` also contains their masks.
 
     >>> import torch, zerofn
     >>> def init(params):

@@ -76,7 +76,7 @@ def inject_hyperparams(
 
     An argument that is a function is taken as a schedule: it is called with the number of applied updates. The state
     shows the schedule's values, and setting such a value has no effect. Raises `ValueError` for a name in `static_args`
-    that is not an argument, `TypeError` for a schedule as the value of a constant.
+    that is not an argument, `TypeError` if a constant gets a schedule.
 
     >>> from zerofn import optim
     >>> tx = optim.inject_hyperparams(optim.sgd)(0.5)

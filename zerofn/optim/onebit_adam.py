@@ -68,7 +68,7 @@ def onebit_adam(
 
     In addition to m and v, the state needs for each parameter 4 bytes on every rank and at every stage, for the errors
     of this rank's signs, and 4 / ranks bytes for the errors of the sums' signs. At stages 1 to 3, m and v are sharded,
-    and parameters are gathered as usual (see `zerofn.Wire`); every stage has the bits of stage 0. With one rank, and
+    and parameters are gathered as usual (see `zerofn.Wire`); every stage gives the bits of stage 0. With one rank, and
     for plain parameters, nothing is sent or rounded.
 
     Gradients must come from `state.value_and_grad`, which does not average them over ranks. In a `chain`, only
@@ -89,7 +89,7 @@ def adam_of_signs(
     name: str, how: tuple[Any, ...], more: tuple[Any, ...], phase: Callable[[int], Phase], *, warms_up: bool
 ) -> GradientTransformation:
     """Return AdamW whose momentum is sent as signs in some steps. `how`: the arguments of `adamw`; `more`: others of
-    `name`. `phase`: the kind of step behind so many updates. `warms_up`: whether no exact step comes behind another.
+    `name`. `phase`: the kind of step after a number of updates. `warms_up`: whether no exact step comes after another.
     """
     learning_rate, b1, b2, eps, weight_decay, mask, lr_scale = how
     check_adamw(name, *how)

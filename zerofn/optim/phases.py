@@ -1,8 +1,8 @@
 """Optimizers whose steps are of several kinds, one after the other.
 
-After so many updates 1-bit Adam sends codes instead of gradients: another step, with other transfers, and so another
-capture. Its state names the kind, in a word that is part of the treedef. The word follows from the count of applied
-updates, and changes between two steps, on the host; nothing else of the state changes with it.
+After some number of updates 1-bit Adam sends codes instead of gradients: another step, with other transfers, and so
+another capture. Its state names the kind, in a word that is part of the treedef. The word follows from the count of
+applied updates, and changes between two steps, on the host; nothing else of the state changes with it.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def scale_by_radam(
 ) -> GradientTransformation:
     """Scale by rectified Adam's direction (Liu et al. 2020, Algorithm 2).
 
-    After t updates the second moment averages about r = R - 2 t b2^t / (1 - b2^t) of them, where R = 2 / (1 - b2) -
-    1. While r is less than `threshold`, the direction is the bias-corrected first moment. From then on it is Adam's
+    After t updates the second moment averages about r = R - 2 t b2^t / (1 - b2^t) gradients, where R = 2 / (1 - b2)
+    - 1. While r is less than `threshold`, the direction is the bias-corrected first moment. From then on it is Adam's
     direction times the rectification sqrt((r - 4) (r - 2) R / ((R - 4) (R - 2) r)). With `nesterov`, the first
     moment is that of `scale_by_adam(nesterov=True)`. The state is an `AdamState`. Raises `ValueError` for
     hyperparameters out of range.

@@ -178,7 +178,7 @@ def piecewise_constant_schedule(
 
 @checked()
 def join_schedules(schedules: Sequence[Callable[..., Any]], boundaries: Sequence[int]) -> Schedule:
-    """One schedule after the other.
+    """One schedule after another.
 
     From `boundaries[i - 1]` on, the value is `schedules[i](count - boundaries[i - 1])`. Raises `ValueError` unless n
     schedules have n - 1 boundaries, `TypeError` for an entry that is not a function.

@@ -26,12 +26,12 @@ def balanced_chunks(layout: What, length: int, mesh: Mesh, *, causal: bool = Tru
     all rows. `length`: the tokens of a row. `causal`: whether a query attends only to earlier tokens and itself.
     `heads`: the number of query heads, if the layout differs between heads.
 
-    We try these ways to distribute chunks: one chunk a rank, in order; an early and a late chunk a rank; and 2, 4 or 8
-    chunks a rank, where the chunk with the most work goes to the rank with the least. We choose the way in which the
-    busiest rank has the least to do. Its work is the pairs of tokens in computed tiles, plus 256 for each key that it
-    sends or receives. Under a causal window, for example, one chunk a rank in order wins: ranks have equal work, and
-    each sends one window. Pass the result to `split_sequence` and to `attention` or `context`. The same arguments give
-    the same chunks on all ranks.
+    We try these ways to distribute chunks: one chunk per rank, in order; an early and a late chunk per rank; and 2, 4
+    or 8 chunks per rank, where the chunk with the most work goes to the rank with the least. We choose the way in which
+    the busiest rank has the least to do. Its work is the pairs of tokens in computed tiles, plus 256 for each key that
+    it sends or receives. Under a causal window, for example, one chunk per rank in order wins: ranks have equal work,
+    and each sends one window. Pass the result to `split_sequence` and to `attention` or `context`. The same arguments
+    give the same chunks on all ranks.
 
     Raises `ValueError` for a length that the ranks do not divide, and `TypeError` for a layout that is not a pattern.
 

@@ -79,7 +79,7 @@ class Pass:
 
 
 def _takes(fn: Callable[..., Any], num: int) -> bool:
-    """Return whether a function can be called with so many arguments; of one that does not say it, whether with one."""
+    """Return whether a function can be called with this number of arguments; if it does not say, whether with one."""
     try:
         inspect.signature(fn).bind(*[None] * num)
     except TypeError:
@@ -95,7 +95,7 @@ Edit = Callable[[list[Pass]], list[Pass]]
 def edited(ours: list[Pass], edit: Edit) -> list[Pass]:
     """Return the list that the function given as `compile(passes=)` makes of the standard one.
 
-    Raises `ValueError` if that is no list of passes, or if a required one is missing or out of order.
+    Raises `ValueError` if that is not a list of passes, or if a required one is missing or out of order.
     """
     found = edit(list(ours))
     if not isinstance(found, list | tuple):

@@ -49,7 +49,7 @@ def plan(
     hpz: bool = False,
     wire: OneWire | Sequence[OneWire] = None,
 ) -> Table:
-    """Plan `train_step(state, batch)` with all requested combinations of options; `best` of the `Table` is recommended.
+    """Plan `train_step(state, batch)` for all requested combinations of options. The recommended row is `Table.best`.
 
     It captures your step on tensors without memory: it reads and sends nothing, and needs neither ranks nor devices.
 

@@ -39,7 +39,7 @@ Bound = dict[str, Any]  # an operation's arguments by name, defaults filled in
 
 @contextmanager
 def randomness(key: Tensor | None) -> Iterator[None]:
-    """Inside, this thread's random operations are functions of `key` and of how many came before.
+    """Inside, this thread's random operations are functions of `key` and of the number of earlier ones.
 
     `key`: an int64 scalar on the CPU, as `fold_in` returns; with None a random operation raises
     `RuntimeError`, naming the operation and the line. No generator is advanced. Take gradients

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of one run: `restore_or` starts or resumes the run, and `after_step` follows every step.
+    """The checkpoints of one run. `restore_or` starts or resumes the run; call `after_step` after every step.
 
         checkpoints = zerofn.Checkpoints("runs/gpt", every=100, keep=3, loader=loader)
         state = checkpoints.restore_or(state)
@@ -62,11 +62,11 @@ class Checkpoints:
     On several machines, the number of ranks must stay the same; otherwise the run continues from the disk.
 
     A run that receives one of `signals`, or has trained for `time_limit` seconds, or is two minutes from the end of its
-    SLURM job (`SLURM_JOB_END_TIME`), saves after its current step and raises `Stopped` on all ranks, a `SystemExit`
-    with status 75. Start the program again, with any number of ranks, and `restore_or` continues from this checkpoint.
-    The attribute `step` is the number of steps done.
+    SLURM job (`SLURM_JOB_END_TIME`), saves after its current step. It then raises `Stopped`, a `SystemExit` with
+    status 75, on all ranks. Start the program again, with any number of ranks, and `restore_or` continues from this
+    checkpoint. The attribute `step` is the number of steps done.
 
-    Raises `ValueError` for options that are out of range, or have no effect beside another option.
+    Raises `ValueError` for options that are out of range, or have no effect together with another option.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +264,7 @@ class Checkpoints:
             )
 
     def _candidates(self, listed: list[int]) -> Iterator[tuple[int, Path, bool]]:
-        """Yield (step, path, whether it is in memory) of what the run can go on from, the newest first."""
+        """Yield (step, path, whether it is in memory) of what the run can continue from, the newest first."""
         copies = iter(()) if self._replicas is None else self._replicas.copies()
         copy = next(copies, None)
         for step in (*reversed(listed), -1):

@@ -145,7 +145,7 @@ class Replicas:
 
     def _make(self) -> None:
         for other in MEMORY.glob(f"{_of_machine()}*"):
-            # What has another name, or is no folder of this user's, is somebody else's.
+            # What has another name, or is not a folder of this user, belongs to somebody else.
             found = _OF_RUN.fullmatch(other.name.removeprefix(_of_machine()))
             if found is not None and started(int(found[1])) != int(found[2]) and _is_own_folder(other):
                 shutil.rmtree(other, ignore_errors=True)

@@ -78,7 +78,7 @@ class Stopping:
         self._came = None
 
     def due(self) -> str:
-        """Return why the run is to end after this step, "" if it goes on: the same on all ranks. To be called by each
+        """Return why the run is to end after this step, "" if it continues: the same on all ranks. To be called by each
         after every step.
         """
         self._steps += 1

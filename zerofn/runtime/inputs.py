@@ -136,7 +136,7 @@ def resolved(batch: Any, leaves: list[Any], batch_def: tree.PyTreeSpec) -> tuple
 
 
 def signature_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the properties of leaves that a capture depends on. Raises `NotConstant` for what is no leaf."""
+    """Return the properties of leaves that a capture depends on. Raises `NotConstant` for anything but a leaf."""
     return tuple(map(_signature_of_leaf, leaves))
 
 

@@ -38,7 +38,7 @@ def whole_steps() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
         if caught and before is not signal.SIG_IGN:
             number, frame = caught[0]
-            # What is no function is the system's own handler, which ends the process.
+            # A handler that is not a function is the system's own, which ends the process.
             call = partial(before, number, frame) if callable(before) else partial(os.kill, os.getpid(), number)
             the(HeldInterrupts).append(call)
             timer = threading.Timer(SOON, _interrupt)

@@ -57,7 +57,7 @@ class Action(NamedTuple):
         return Action(self.stage, "I", self.microbatch) if self.kind == "B" else self
 
     def reads(self, num_stages: int) -> tuple[Action, ...]:
-        """The values that must exist before this action, in a pipeline of so many stages.
+        """The values that must exist before this action, in a pipeline with this number of stages.
 
         >>> [str(x) for x in Action(1, "B", 3).reads(num_stages=4)]
         ['1F3', '2I3']
@@ -92,7 +92,7 @@ class Placement:
         if self.ranks < 1 or self.chunks < 1:
             raise ValueError(f"a placement has at least 1 rank and 1 chunk, got {self.ranks} and {self.chunks}.")
         if self.style == "line" and self.chunks != 1:
-            raise ValueError(f"a line has one stage a rank, got chunks={self.chunks}; take 'loop' or 'v'.")
+            raise ValueError(f"placement 'line' has one stage per rank, got chunks={self.chunks}. Write 'loop' or 'v'.")
 
     @property
     def num_stages(self) -> int:

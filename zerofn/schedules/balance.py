@@ -46,15 +46,15 @@ class Part(NamedTuple):
 
 
 def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> tuple[int, ...]:
-    """Return how many parts each stage has, in order, and one at least.
+    """Return how many parts each stage has, in order; at least one each.
 
-    The rank that ends last ends as early as can be found, if ranks never wait but for the first microbatch to come. Of
-    solutions that are equally fast, to a thousandth, it takes the one whose boundaries are cheap to cross, and then the
-    one with the most equal stages.
+    The search makes the last rank end as early as possible, under the assumption that ranks wait only for their first
+    microbatch. Among solutions that are equally fast, to a thousandth, it takes the one whose boundaries are the
+    cheapest to cross, and then the one with the most equal stages.
 
-    It starts from equal stages, and moves one part at a time from a stage to another, with all between them shifted by
-    one, while that helps; then it shakes what it has found, and goes on from there. Raises `ValueError` if there are
-    fewer parts than stages.
+    It starts from equal stages. While that helps, it moves one part from one stage to another, and shifts all stages
+    between them by one part. Then it changes the best solution at random, and searches again from there. Raises
+    `ValueError` if there are fewer parts than stages.
 
     >>> from zerofn import schedules
     >>> block, head = Part(1.0, 1.1, 0.9), Part(2.0, 2.0, 2.0)
@@ -78,7 +78,7 @@ def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> t
 
 
 def stage_costs(parts: Sequence[Part], sizes: Sequence[int], placement: Placement) -> Costs:
-    """Return the costs of stages that have so many parts each.
+    """Return the costs of stages that have these numbers of parts.
 
     >>> from zerofn import schedules
     >>> stage_costs([Part(1, 2, 3), Part(4, 5, 6), Part(7, 8, 9)], (1, 2), schedules.Placement("line", 2)).f

@@ -13,7 +13,7 @@ def check(schedule: Schedule) -> None:
     - Each rank has the actions of its own stages. Of each microbatch a stage has one F, and either one B or one I and
       one W; stage 0 has B.
     - F of a stage go through microbatches in ascending order, since buffers may be written in F; so do gradients of
-      weights (B or W), as every order of a sum rounds otherwise.
+      weights (B or W), because sums in another order round differently.
     - No rank waits forever: every value that an action reads is made earlier, whatever the costs.
 
     >>> from zerofn import schedules

@@ -47,8 +47,8 @@ def best(
 ) -> Timeline:
     """Return the simulated run of the fastest schedule found; `best(...).schedule` is the schedule.
 
-    `costs`: of the stages of each placement that may be taken. `limit`: bytes of every rank, or of each. The same
-    arguments give the same schedule on every rank.
+    `costs`: of the stages of each placement that may be taken. `limit`: bytes of a rank, one number for all ranks or
+    one for each. The same arguments give the same schedule on every rank.
 
     Raises `MemoryError` if not even one microbatch at a time fits.
 
@@ -99,7 +99,7 @@ class _Search:
         self._microbatches, self._limit = microbatches, limit
 
     def try_stages(self, placement: Placement, costs: Costs) -> None:
-        """Named schedules as they are, and with W placed anew; then those that ranks make by themselves."""
+        """Named schedules as they are, and with W placed again; then those that ranks make by themselves."""
         for schedule in _named(placement, self._microbatches):
             self._try_named(schedule, costs)
         for style in () if _short(placement, costs, self._limit) else STYLES:

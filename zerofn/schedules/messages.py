@@ -37,7 +37,8 @@ class Edge(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A value of one microbatch on its way between two ranks. `number`: how many messages of the channel go before.
+    """A value of one microbatch on its way between two ranks. `number`: how many messages of the channel come before
+    it.
 
     >>> Message(Edge(0, 1, "F"), microbatch=2, source=0, target=1, number=2).channel
     (0, 1)
@@ -56,7 +57,7 @@ class Message(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Run an action, when the messages that it reads have come.
+    """Run an action, when the messages that it reads have arrived.
 
     >>> from zerofn import schedules
     >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
@@ -70,7 +71,7 @@ class Compute(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Begin to send what the action before made. Only its `Sent` waits for it.
+    """Begin to send the value that the previous action made. Only the message's `Sent` waits for its end.
 
     >>> from zerofn import schedules
     >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
@@ -83,7 +84,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Begin to receive. The `Compute` that reads it waits for its end.
+    """Begin to receive a value. The `Compute` that reads the value waits for the end of the transfer.
 
     >>> from zerofn import schedules
     >>> orders = messages(schedules.make("gpipe", ranks=2, microbatches=1), [Edge(0, 1, "F")])
@@ -114,13 +115,16 @@ Step = Compute | Send | Receive | Sent
 def messages(schedule: Schedule, edges: Sequence[Edge], costs: Costs | None = None) -> tuple[tuple[Step, ...], ...]:
     """Return, for each rank, its actions, sends and receives.
 
-    A value is sent behind the action that makes it, several in the order of `edges`. Receives of a channel have the
-    order of its sends, and stand before the action that the receiver has begun last, by simulated time, when the send
-    begins: later ones would keep the sender, earlier ones occupy memory. A sender waits for the end of what it has sent
-    before its second action that begins after the message has come: that keeps it only where it is far ahead of the
-    receiver, and nobody for ever, since by then the receive was posted. `costs` decide
-    these places alone (equal ones if None), which all ranks must have alike, never the order. Edges between stages of
-    one rank are no messages.
+    A value is sent right after the action that makes it; several values are sent in the order of `edges`. Receives of a
+    channel have the order of its sends. A receive is posted before the action that the receiver runs, in simulated
+    time, when the send begins: if it were posted later, the sender would wait; if earlier, it would occupy memory.
+
+    In simulated time, a message arrives while the sender runs other actions. The sender waits for the end of the
+    transfer before the second action that begins after the arrival. So it waits only if it is far ahead of the
+    receiver, and never forever, because the receive has been posted by then.
+
+    `costs` (equal ones if None) decide only where receives and waits stand, never the order of messages. All ranks must
+    pass the same costs. An edge between stages of one rank makes no message.
 
     Raises `ValueError` for an edge that leads to no other stage or against its kind's direction.
 

@@ -81,8 +81,8 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Timeline:
     """A simulated run. By rank: `spans`, the part of `makespan` in which it computes nothing (`idle`), the most bytes
-    (`peak_bytes`), and the most microbatches whose F has begun and whose last gradient is not there (`in_flight`; of a
-    rank with v stages, one stage counts 1/v)."""
+    (`peak_bytes`), and the most microbatches whose F has begun and whose last gradient has not been computed
+    (`in_flight`; of a rank with v stages, one stage counts 1/v)."""
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
@@ -119,7 +119,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Run each rank's actions in their order; one begins when its rank is free and what it reads is there.
+    """Run each rank's actions in order. An action begins when its rank is free and the values that it reads exist.
 
     Transfers begin when their value is made, and take no time of a rank. Raises `ValueError` if ranks would wait for
     each other forever (see `check`), or if the costs are for another number of stages.

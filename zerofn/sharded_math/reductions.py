@@ -186,7 +186,7 @@ def global_norm(values: Any) -> Tensor:
 
 
 def vdot(a: Any, b: Any) -> Tensor:
-    """Return the inner product of two trees of one structure, a 0-d tensor with the same bits on every rank.
+    """Return the inner product of two trees with the same structure, a 0-d tensor with the same bits on every rank.
     Differentiable.
 
     All ranks must call it. Raises `ValueError` if structures or layouts differ.

@@ -58,7 +58,7 @@ def on_device() -> list[Generator]:
 def as_on_first(mesh: Mesh, generators: Sequence[Generator]) -> Iterator[None]:
     """Inside, the generators are in the states that they have on the mesh's first rank. All ranks must call it.
 
-    Afterwards a generator that was in another state is in that one again. The others go on from where the code inside
+    Afterwards a generator that was in another state is in that state again. The others continue where the code inside
     has left them, as in one process; so does one that the code has seeded, which is where it would be anyhow. Logs, on
     the first rank, if the code drew from one that differs between ranks.
     """

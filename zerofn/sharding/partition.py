@@ -168,7 +168,7 @@ def check_stage(stage: Any) -> None:
 
 
 def _check_hpz(mesh: Mesh, stage: int, hpz: Any) -> bool:
-    """Return it. Raises `TypeError` or `ValueError` if it is no bool, or has no effect."""
+    """Return it. Raises `TypeError` or `ValueError` if it is not a bool, or has no effect."""
     if not isinstance(hpz, bool):
         raise TypeError(f"shard: hpz must be True or False, got {hpz!r}.")
     if not hpz:
@@ -210,7 +210,7 @@ def _given(cuts: Mapping[str, Cut | Sequence[Cut]] | None) -> dict[str, tuple[Cu
     for name, x in found.items():
         if not isinstance(name, str) or not isinstance(x, list | tuple) or not all(isinstance(y, Cut) for y in x):
             raise TypeError(
-                f"shard: cuts must be a dict as zerofn.parallel.tensor returns it; for {name!r} it has {told(x)}."
+                f"shard: cuts must be a dict such as zerofn.parallel.tensor returns, but cuts[{name!r}] is {told(x)}."
             )
     return {name: tuple(x) for name, x in found.items()}
 

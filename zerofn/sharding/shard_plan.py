@@ -60,7 +60,7 @@ def plan_state(
     """Return the plan of every subtree, in the state's order, and the treedef that puts them together again.
     `partition`: of the parameters. `unit_of`: leaf name -> unit name.
 
-    Raises `ValueError` for parameters that are no container, and for moments whose format cannot hold their dtype.
+    Raises `ValueError` for parameters that are not a container, and for moments whose format cannot hold their dtype.
     """
     states = _nodes(state, is_state)
     check_cuts([params_of(x) for x in states.values()], partition)

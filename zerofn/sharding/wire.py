@@ -39,8 +39,8 @@ class Wire:
     - `rounding`: "nearest", or "stochastic" for gradients in blocks: each element becomes the code below or above it,
       with probabilities such that the expected value is the element (Gupta et al., ICML 2015). Draws come from the
       step's key, and differ between ranks and microbatches: `TrainState.value_and_grad` uses this key, and
-      `value_and_grad` has the argument `rng`. Parameters, and values sent by `scatter` and by derivatives through
-      `gather`, which have no key, are rounded to nearest.
+      `value_and_grad` has the argument `rng`. Values without a key are rounded to nearest: parameters, and values sent
+      by `scatter` and by derivatives through `gather`.
     - `feedback`: the rounding error of a gradient is added to the next gradient (Karimireddy et al., arXiv:1901.09847).
       A `zerofn.TrainState` stores the errors, 4 bytes for each parameter on each rank at every stage, and gradients are
       reduced once per step.
@@ -195,7 +195,7 @@ Given = Wire | WireByAxis | None
 
 
 def given(wire: Any) -> Given:
-    """Return what `shard(wire=...)` means. Raises `TypeError` or `ValueError` for what is no form."""
+    """Return what `shard(wire=...)` means. Raises `TypeError` or `ValueError` for anything else."""
     return wire if isinstance(wire, WireByAxis) else WireByAxis(wire) if isinstance(wire, Mapping) else wire_of(wire)
 
 

@@ -172,7 +172,7 @@ def pattern_of(what: object) -> Pattern:
 
 
 def _instead_of(what: object) -> str:
-    """Return a sentence that says what to write in place of something that is no pattern."""
+    """Return a sentence that says what to write in place of something that is not a pattern."""
     if isinstance(what, Tensor) and what.dtype == torch.bool:
         return "For a mask [queries, keys], write sparse.pattern(lambda head, query, key: mask[query, key])."
     if isinstance(what, Tensor):
@@ -241,7 +241,7 @@ def _spans(of: Documents | Spans, batch: int, sizes: Sizes, part: Part | None) -
 
 
 def _there(of: Padding, batch: int, sizes: Sizes, part: Part | None) -> Tensor:
-    """Return which keys are no padding, bool [batch or 1, keys]."""
+    """Return which keys are not padding, bool [batch or 1, keys]."""
     num = sizes.keys if part is None else part.sizes.keys
     _check_padding(of, batch, num)
     return of.there if part is None else of.there.index_select(1, places(part.keys).to(of.there.device))

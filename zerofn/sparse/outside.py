@@ -1,4 +1,4 @@
-"""What a user's function reads beside its arguments: a layout that was made by it is made anew when this changes."""
+"""What a user's function reads besides its arguments: if it changes, a layout that the function made is made again."""
 
 from __future__ import annotations
 

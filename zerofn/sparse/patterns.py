@@ -56,7 +56,7 @@ class Pattern:
         return torch.full((1, len(tiles.q0), tiles.k0.shape[1]), PARTIAL, dtype=torch.int8)
 
     def facts(self) -> tuple[Any, ...]:
-        """Return what the pattern depends on beside itself: what functions read outside. Hashable."""
+        """Return what the pattern depends on besides itself: what functions read outside. Hashable."""
         return ()
 
     def __and__(self, other: Pattern) -> Pattern:

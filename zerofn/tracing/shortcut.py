@@ -444,7 +444,7 @@ _name_of = functools.cache(name_of_node)
 def _find_way(func: Any) -> _Way | None:
     if func is torch.ops.prim.device.default:
         return _device
-    if func is aten._efficientzerotensor.default:  # its result is no plain tensor
+    if func is aten._efficientzerotensor.default:  # its result is not a plain tensor
         see_views_of_zeros()
         return None
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "zerofn"):

@@ -1,4 +1,4 @@
-"""DiLoCo: replicas that train apart, and meet every so many steps.
+"""DiLoCo: replicas that train apart, and meet every `every` steps.
 
 Each replica takes `every` steps of its own, the inner ones. Then the outer optimizer takes one step on the mean of what
 replicas have changed, and all go on from its result: DiLoCo (Douillard et al. 2023, arXiv:2311.08105). Streaming
@@ -84,7 +84,7 @@ def diloco(
     mix: float | None = None,
     wire: WireWord | Wire | None = None,
 ) -> Diloco:
-    """Return a step in which the replicas of a mesh train alone, and average their parameters every `every` steps.
+    """Return a step in which the replicas of a mesh train alone, and combine their changes every `every` steps.
 
         step = zerofn.diloco(train_step, every=100)
         state = step.init(zerofn.shard(init_state, stage=3, mesh=zerofn.Mesh.make(replicate=2, data=-1)))
@@ -100,11 +100,11 @@ def diloco(
     `fragments`: in how many parts the parameters are sent. Units are assigned to fragments in turn. Fragment f of F is
     sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: its outer
     step follows this many inner steps later. The reduce-scatter of differences is hidden behind the first half of these
-    steps, the all-gather of means behind the second half. With `tau=1` half of the transfer is hidden, with more all of
-    it. `tau=0` is plain DiLoCo: replicas wait for the transfer. `mix`: after an outer step a replica continues with
-    `mix` times its own parameters plus `1 - mix` times the outer optimizer's; None is 0.5, and 0 with `tau=0`. `wire`:
-    the codec of differences and of their means: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose `reduce` is for
-    differences and `gather` for means, rounded to nearest. All replicas decode the same means.
+    steps, the all-gather of means behind the second half. With `tau=1`, half of the transfer is hidden; with a larger
+    `tau`, all of it. `tau=0` is plain DiLoCo: replicas wait for the transfer. `mix`: after an outer step a replica
+    continues with `mix` times its own parameters plus `1 - mix` times the outer optimizer's; None is 0.5, and 0 with
+    `tau=0`. `wire`: the codec of differences and of their means: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose
+    `reduce` is for differences and `gather` for means, rounded to nearest. All replicas decode the same means.
 
     The step's first argument is the result of its method `init`, see `DilocoState`. Every rank must call the step.
     Other replicas wait for a slow replica when they need its differences; a replica that fails ends the job. Any number

@@ -150,8 +150,8 @@ def accumulate(vg: F, n: int, *, reduce: When | None = None) -> F:
     `reduce`: when gradients are summed over ranks. "microbatch": in each microbatch, so that a rank stores only shards
     of the sums. At stage 0, and along `replicate`, the sums are gathered after the last microbatch. "step": once, after
     the last microbatch, which sends 1/n of the bytes, but stores full gradients, in the reduce dtype. "round": once for
-    every p microbatches, where p is the number of ranks along `pipe` (a pipeline works on so many microbatches at the
-    same time); without `pipe`, in each microbatch. None: "step" at stages 0 and 1, "microbatch" at stages 2 and 3. The
+    every p microbatches, where p is the number of ranks along `pipe` (a pipeline works on p microbatches at the same
+    time); without `pipe`, in each microbatch. None: "step" at stages 0 and 1, "microbatch" at stages 2 and 3. The
     choices sum in different orders, so their results differ by rounding; for any one choice, all stages give the same
     bits.
 

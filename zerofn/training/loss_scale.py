@@ -147,7 +147,7 @@ def _scalar(owner: Any, name: str, x: Any, dtype: torch.dtype) -> Any:
 
 
 def check_loss_scale(loss_scale: Any, what: str) -> None:
-    """Raise `TypeError` for what is neither None nor a loss scale, and for one of ours whose scale is no number."""
+    """Raise `TypeError` for anything but None or a loss scale, and for one of ours whose scale is not a number."""
     has_all = all(hasattr(loss_scale, x) for x in ("scale", "unscale", "adjust"))
     wrong = loss_scale.loss_scale if isinstance(loss_scale, StaticLossScale) else loss_scale
     if not (loss_scale is None or (has_all and (wrong is loss_scale or isinstance(wrong, Tensor)))):

@@ -39,7 +39,7 @@ def check_alike(text: str) -> None:
 
 
 def fragments_of(params: Sharded, num: int) -> list[Fragment]:
-    """Deal the units that are trained out to `num` fragments, one after the other: neighbours are sent apart."""
+    """Deal the units that are trained out to `num` fragments, in turn: neighbours are sent in different steps."""
     learns = [k for k, unit in enumerate(params.layout.units) if unit.trainable]
     return [tuple(learns[f::num]) for f in range(num)]
 
@@ -91,7 +91,7 @@ class Differences(Sharded):
         self.under_way = under_way
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Differences:
-        """Return a copy that uses the same transfer: a step may go on with either, or with one after the other."""
+        """Return a copy that uses the same transfer: a step may continue with either, or with both in turn."""
         if self.under_way is not None:
             self.under_way.shared = True
         return Differences(self.spec, copy.deepcopy(self.stored, memo), self.under_way)
@@ -180,7 +180,7 @@ class Meeting(NamedTuple):
 
 
 def outer_step_of(outer: GradientTransformation, mix: float) -> Callable[[Meeting, None], tuple[Meeting, None]]:
-    """Return the outer step: the anchor takes a step, with the mean as its gradient. A replica goes on from `mix` of
+    """Return the outer step: the anchor takes a step, with the mean as its gradient. A replica continues from `mix` of
     its own parameters and 1 - mix of the anchor.
     """
 

@@ -82,7 +82,7 @@ class _States:
         self._devices = {} if is_virtual() else {x: _module(x).get_rng_state(x) for x in _devices(tensors)}
 
     def set(self) -> None:
-        """Let the generators go on from here."""
+        """Let the generators continue from here."""
         torch.set_rng_state(self._host)
         for device, state in self._devices.items():
             _module(device).set_rng_state(state, device)

@@ -23,9 +23,9 @@ def even(loader: Iterable[B], *, pad: str | None = None, mesh: Mesh | DeviceMesh
     """Yield a loader's batches, the same number of them on every rank.
 
     All ranks stop at the end of the shortest loader, and drop remaining batches of other loaders. With `pad`, they
-    continue until the longest loader ends: batches must be mappings, and each gets an entry `pad`, a float32 scalar, 1
-    for a batch of the loader, and 0 for the repeated last batch of a rank whose loader has ended. Multiply the loss by
-    this weight, and divide by the sum of weights over ranks, not by the number of ranks.
+    continue until the longest loader ends: batches must be mappings, and each gets an entry whose name is `pad`, a
+    float32 scalar. It is 1 for a batch of the loader. A rank whose loader has ended repeats its last batch, with 0.
+    Multiply the loss by this weight, and divide by the sum of weights over ranks, not by the number of ranks.
 
     Ranks exchange one message for each batch. Every rank must iterate; if a rank leaves the loop early, the next step
     raises on all ranks. Raises `TypeError` for a batch that is not a mapping and `ValueError` for an empty loader, both

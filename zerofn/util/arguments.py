@@ -223,7 +223,7 @@ def _function(annotation: str) -> _What | None:
 
 
 def _is_plain_class(x: Any) -> bool:
-    """Whether this is a class of ours or of torch's that is no protocol: typing has classes that nothing is of."""
+    """Whether this is a class of ours or of torch's that is not a protocol: typing has classes that nothing is of."""
     return (
         isinstance(x, type) and x.__module__.startswith(("zerofn.", "torch.")) and not getattr(x, "_is_protocol", False)
     )

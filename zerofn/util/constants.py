@@ -45,8 +45,8 @@ class NotConstant(TypeError):
 def key_of(x: Any) -> Any:
     """Return what two constants have alike if, and only if, a step cannot tell one from the other; it is hashable.
 
-    Raises `NotConstant` for what is no constant: an object of a class of the user's, whatever its own `__eq__` and
-    `__hash__` say, a function, a module.
+    Raises `NotConstant` for a value that is not a constant: an object of a class of the user's, whatever its own
+    `__eq__` and `__hash__` say, a function, a module.
 
     >>> key_of(0.0) == key_of(-0.0), key_of(1) == key_of(True), key_of(float("nan")) == key_of(float("nan"))
     (False, False, True)

@@ -30,7 +30,7 @@ Ways = tuple[Callable[[Any], tuple[list[Any], Keys, tuple[Any, ...]]], Callable[
 
 
 def base_of(cls: Any) -> Any:
-    """Return the class whose methods tell what a dict holds, whatever its own say; None for what is no dict."""
+    """Return the class whose methods tell what a dict holds, whatever its own say; None for anything but a dict."""
     return OrderedDict if issubclass(cls, OrderedDict) else dict if issubclass(cls, dict) else None
 
 

@@ -57,7 +57,7 @@ class ZeroFnStrategy(Ranks):
     where they are used: all ranks must use the same. `whole_model()` gathers all of them at once.
 
     Raises `ValueError` for manual optimization, several optimizers, hooks that see gradients, and options without an
-    effect here; `zerofn.CaptureError` for a step that is no pure function.
+    effect here; `zerofn.CaptureError` for a step that is not a pure function.
     """
 
     strategy_name = "zerofn"
@@ -206,7 +206,7 @@ class ZeroFnStrategy(Ranks):
         return self._groups.tx, others.__contains__ if others else None
 
     def _relay(self, groups: ParamGroups | None) -> None:
-        """Lay the state out anew, with the moments of other `groups` that there were."""
+        """Lay the state out again, with the moments of other `groups` that there were."""
         module = self.lightning_module
         assert module is not None and self._groups is not None
         before = self.state

@@ -1,7 +1,7 @@
 """Batches of rows that differ in length: as long on every rank, and of few lengths over a run.
 
-Collators pad a batch to its own longest row. One step of all ranks has one shape, and each new shape is captured
-anew. Padding is added on the right, where a collator's is, and is masked. Where that isn't neutral, a batch stays as
+Collators pad a batch to its own longest row. One step of all ranks has one shape, and each new shape is a new
+capture. Padding is added on the right, where a collator's is, and is masked. Where that isn't neutral, a batch stays as
 the collator made it: each rank then captures its own length.
 """
 

@@ -22,10 +22,11 @@ class Store:
     """`nbytes` of scratch space, striped in blocks over the drives of the folders in `paths`.
 
     The space is allocated at once. It is released when the store is closed or collected, or when the process ends
-    in any way. `name` begins error messages. `block` (bytes, whole pages) and `depth` (transfers in flight a drive)
+    in any way. `name` begins error messages. `block` (bytes, whole pages) and `depth` (transfers in flight per drive)
     come from a short measurement of each drive if they are not given. Any thread may make requests.
 
-    Raises `DiskError`, with nothing written, for a path that is missing, no folder, not writable or too full.
+    Raises `DiskError`, with nothing written, for a path that is missing, is not a folder, is not writable or is too
+    full.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Store:
     def allocate(self, nbytes: int, label: str) -> Region:
         """Return a region of `nbytes`, which takes `pages(nbytes)`. Errors call it `label`.
 
-        Raises `ValueError` if the store has not enough room.
+        Raises `ValueError` if the store does not have enough room.
         """
         if nbytes < 1:
             raise ValueError(f"{self.name}: {label} must have 1 byte or more, not {nbytes}.")
@@ -121,7 +122,7 @@ class Store:
         return self._engine.statistics
 
     def describe(self) -> str:
-        """Describe the store, one line a drive."""
+        """Describe the store, one line per drive."""
         lines = [f"{self.name}: {gigabytes(self.nbytes)} in blocks of {self.block >> 10:,} KiB"]
         for k, file in enumerate(self._engine.files):
             how = "directly" if file.direct else "through the page cache"
