@@ -302,7 +302,7 @@ def parts(stage, container):
     assert torch.equal(new["q2"]["1.w"], unshard(twin)["1.w"])
     assert torch.equal(new["actor"]["0.w"], whole["actor"]["0.w"])
     assert type(unshard(p["q2"])) is type(whole["q2"])
-    with pytest.raises(ValueError, match="'actor' has another layout than"):
+    with pytest.raises(ValueError, match="the layout of the new 'actor' differs from"):
         p.replace({"actor": moved})
     grads = torch.func.grad(lambda q: sum(x.pow(2).sum() for x in tree.leaves(gather(q))))(p["q1"])
     assert torch.equal(unshard(grads)["0.w"], 2 * whole["q1"]["0.w"])

@@ -63,8 +63,8 @@ def present(choose: Callable[[Mesh], Axis], what: str, instead: str) -> Axis:
     places = {(x.size, x.rank, x.group if x.size > 1 else "") for x in found}
     if len(places) > 1:
         raise ValueError(
-            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, and the answer "
-            f"differs between them. Choose a mesh: write {instead}."
+            f"{what}: this process has states on several meshes, {', '.join(map(repr, meshes))}, which would "
+            f"give different answers. Choose a mesh: write {instead}."
         )
     return found[0]
 

@@ -172,7 +172,7 @@ class Sharded:
         for prefix, part in parts.items():
             mine = self[prefix]
             if not isinstance(mine, Sharded) or mine.layout != part.layout:
-                raise ValueError(f"replace: the new value of {prefix!r} has another layout than params[{prefix!r}].")
+                raise ValueError(f"replace: the layout of the new {prefix!r} differs from that of params[{prefix!r}].")
             for i, shard in zip(self._positions(mine.layout), part.stored, strict=True):
                 shards[i] = shard
         return Sharded(self.spec, shards)
