@@ -11,7 +11,6 @@ from tests.support.library import FILES
 
 # Public names without an example that runs in one process, each with the reason.
 WITHOUT = {
-    "zerofn.CaptureError": "is raised while a step is captured, which takes seconds",
     "zerofn.load_deepspeed": "reads a checkpoint that DeepSpeed wrote",
     "zerofn.plan": "captures a step for each row, which takes seconds; docs/plans.md runs it",
     "zerofn.run": "starts processes, which takes seconds",
@@ -23,7 +22,6 @@ WITHOUT = {
     "zerofn.parallel.tensor": "needs a model of transformers",
     "zerofn.parallel.tiled_loss": "needs a model of transformers",
     "zerofn.passes.Context": "ZeroFn makes it for passes of two arguments",
-    "zerofn.passes.PassError": "is raised while a step is captured, which takes seconds",
     "zerofn.schedules.Kind": "a type, which has no docstring",
     "zerofn.schedules.NAMES": "a dict, which has no docstring; make's example looks a name up",
 }

@@ -29,7 +29,16 @@ _KINDS = ("placeholder", "get_attr", "call_function", "output")
 
 
 class PassError(RuntimeError):
-    """A pass made a graph that cannot be used; the message names the pass."""
+    """A pass made a graph that cannot be used. The message names the pass.
+
+    >>> import torch, zerofn
+    >>> step = zerofn.compile(lambda state, x: (state, 2 * x), passes=[zerofn.Pass(repr)])
+    >>> try:
+    ...     step({}, torch.ones(2))
+    ... except zerofn.passes.PassError as error:
+    ...     print(error)
+    the pass 'repr' cannot be used: its function returned a value. Change program.gm, and return None.
+    """
 
 
 def apply_checked(program: Program, each: Pass) -> None:

@@ -91,6 +91,15 @@ class CaptureError(RuntimeError):
     """The step cannot be captured. The message says which line is the cause, why, and what to write instead.
 
     The traceback has the user's frames alone; with the environment variable `ZEROFN_TRACEBACK=full` it has all.
+
+    >>> import torch, zerofn
+    >>> def train_step(state, x):
+    ...     return state, x if x.sum() > 0 else -x
+    >>> try:
+    ...     zerofn.compile(train_step)({}, torch.ones(2))
+    ... except zerofn.CaptureError as error:
+    ...     print(str(error).split(". ")[1])
+    A captured step cannot branch on data
     """
 
     def _render_traceback_(self) -> list[str]:
