@@ -28,7 +28,7 @@ from .kernel_args import (
     pair,
     rates_of,
 )
-from .native import elementwise, in_parallel, in_parts, kernel
+from .native import elementwise, goes_far, in_parallel, in_parts, kernel
 from .native import isa as isa
 from .native import isas as isas
 from .native import missing as missing
@@ -259,6 +259,17 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = Non
     return x
 
 
+def to_bf16(x: Tensor, out: Tensor) -> None:
+    """Write the nearest bfloat16 numbers to fp32 [n], ties to even, to `out`, bfloat16 [n]."""
+    check_tensor("to_bf16: x", x, (torch.float32,))
+    check_tensor("to_bf16: out", out, (torch.bfloat16,), x.numel())
+    if missing():
+        out.copy_(x)
+        return
+    function, far = kernel("to_bf16"), goes_far(out)
+    in_parts(x.numel(), lambda at, end: function(x.data_ptr(), out.data_ptr(), at, min(end, x.numel()), far))
+
+
 def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
     """Write the sum of bfloat16 rows [n] each, added in their order in fp32, to `out`, fp32 [n], in one pass."""
     check_tensor("sum_bf16: out", out, (torch.float32,))
@@ -270,7 +281,8 @@ def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
         reference.sum_bf16(rows, out)
         return
     function, addresses = kernel("sum_bf16"), (ctypes.c_void_p * len(rows))(*[x.data_ptr() for x in rows])
-    in_parts(out.numel(), lambda at, end: function(addresses, len(rows), out.data_ptr(), at, min(end, out.numel())))
+    given, far = (addresses, len(rows), out.data_ptr()), goes_far(out)
+    in_parts(out.numel(), lambda at, end: function(*given, at, min(end, out.numel()), far))
 
 
 def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:

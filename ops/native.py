@@ -19,8 +19,9 @@ from torch import Tensor
 
 from .kernel_args import BLOCK
 
-_VERSION = 10  # ZF_VERSION of the C interface
+_VERSION = 11  # ZF_VERSION of the C interface
 _PART = 1 << 16  # elements; a thread is not woken for fewer
+_FAR = 16 << 20  # bytes of an output that caches do not hold until it is read, or not for long
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
@@ -29,14 +30,15 @@ _FUNCTIONS: dict[str, tuple[list[Any], Any]] = {
     "join": ([_P, _P, _P, _N], None),
     "encode": ([_P, _P, _P, _N, _I], None),
     "decode": ([_P, _P, _P, _N, _I], None),
-    "sum_bf16": ([_P, _N, _P, _N, _N], None),
+    "to_bf16": ([_P, _P, _N, _N, _I], None),
+    "sum_bf16": ([_P, _N, _P, _N, _N, _I], None),
     "norm2_and_extreme": ([_P, _I, _N, _P], None),
     "attention_forward": ([_P, _N, _N], None),
     "attention_backward": ([_P, _N, _N], None),
     "checksum": ([_P, _N], ctypes.c_uint64),
-    "wire_encode": ([_P, _P, _P, _N, _N, _N, _I, _I, _P, _N], None),
-    "wire_decode": ([_P, _P, _P, _N, _N, _N, _I, _I], None),
-    "wire_sum": ([_P, _P, _N, _P, _N, _N, _N, _I], None),
+    "wire_encode": ([_P, _P, _P, _N, _N, _N, _I, _I, _I, _P, _N], None),
+    "wire_decode": ([_P, _P, _P, _N, _N, _N, _I, _I, _I], None),
+    "wire_sum": ([_P, _P, _N, _P, _N, _N, _N, _I, _I], None),
     "sign_mix": ([_P, _N, _N], None),
     "sign_encode": ([_P, _P, _P, _N, _N], None),
     "sign_decode": ([_P, _P, _P, _N, _N], None),
@@ -125,6 +127,11 @@ def in_parts(size: int, part: Callable[[int, int], None], grain: int = BLOCK) ->
     step = -(-num_blocks // num_parts) * grain
     calls = [functools.partial(part, at, min(at + step, size)) for at in range(0, size, max(step, 1))]
     in_parallel(calls, size)
+
+
+def goes_far(out: Tensor) -> int:
+    """Whether an output is so large that the library writes it past the caches: in 0.6 of the time."""
+    return int(out.nbytes >= _FAR)
 
 
 def in_parallel(calls: Sequence[Callable[[], None]], size: int) -> None:

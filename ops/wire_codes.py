@@ -77,7 +77,7 @@ def encode(x: Tensor, out: Codes, draws: Draws | None = None) -> None:
     out.check("wire encode", x.numel(), x.device)
     if on_cpu(x):
         key = None if draws is None else ctypes.byref(ctypes.c_uint64(draws.key))
-        more = (key, 0 if draws is None else draws.block)
+        more = (native.goes_far(out.codes), key, 0 if draws is None else draws.block)
         _in_blocks("wire_encode", x, out.codes, out.scales, of=out, number=x, more=more)
     elif on_gpu(x):
         how = (out.scales.numel(), out.block, FORMATS.index(out.format))
@@ -95,7 +95,7 @@ def decode(given: Codes, out: Tensor) -> None:
     check_tensor("wire decode: out", out, GRADIENTS, device=out.device)
     given.check("wire decode", out.numel(), out.device)
     if on_cpu(out):
-        _in_blocks("wire_decode", given.codes, given.scales, out, of=given, number=out)
+        _in_blocks("wire_decode", given.codes, given.scales, out, of=given, number=out, more=[native.goes_far(out)])
     elif on_gpu(out):
         how = (_number(out), out.numel(), given.block, FORMATS.index(given.format))
         cuda.launch("wire_decode", out.device, _warps(out), given.codes, given.scales, out, *how)
@@ -112,10 +112,11 @@ def sum_(rows: Sequence[Codes], out: Tensor) -> None:
         row.check("wire sum", out.numel(), out.device)
     if on_cpu(out):
         addresses = [(ctypes.c_void_p * len(rows))(*[row[k].data_ptr() for row in _tensors(rows)]) for k in (0, 1)]
-        function, format = native.kernel("wire_sum"), FORMATS.index(first.format)
+        function, format, far = native.kernel("wire_sum"), FORMATS.index(first.format), native.goes_far(out)
 
         def part(a: int, b: int) -> None:
-            function(*addresses, len(rows), out.data_ptr(), a // first.block, b // first.block, first.block, format)
+            blocks = (a // first.block, b // first.block, first.block)
+            function(*addresses, len(rows), out.data_ptr(), *blocks, format, far)
 
         native.in_parts(out.numel(), part, first.block)
     elif on_gpu(out) and (stride := _stride(rows)) is not None:

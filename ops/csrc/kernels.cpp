@@ -12,7 +12,6 @@ struct Numbers { // a pair of vectors of fp32
 };
 ZF_FN Numbers numbers(Pair bits) { return {zf_float(bits.even), zf_float(bits.odd)}; }
 ZF_FN Pair bits(Numbers x) { return {zf_bits(x.even), zf_bits(x.odd)}; }
-ZF_FN Numbers sum(Numbers a, Numbers b) { return {a.even + b.even, a.odd + b.odd}; }
 
 #define ZF_INLINE template <bool full, bool straight> __attribute__((always_inline))
 #define ZF_NO_BLOCKS ZF_FN void open(zf_i64) {} ZF_FN void close(zf_i64) {} ZF_FN void finish(zf_i64) {}
@@ -388,12 +387,4 @@ ZF_API void ZF_NAME(zf_decode)(const zf_u8 *codes, const zf_u32 *scales, zf_u32 
             store<FULL>(x + at + i, raised(now), left);
         });
     }
-}
-
-ZF_API void ZF_NAME(zf_sum_bf16)(const zf_u16 *const *rows, zf_i64 num_rows, zf_u32 *out, zf_i64 first, zf_i64 last) {
-    over(last - first, EACH {
-        Numbers total = Bf16{rows[0] + first}.get<FULL, true>(i, left);
-        for (zf_i64 k = 1; k < num_rows; ++k) total = sum(total, Bf16{rows[k] + first}.get<FULL, true>(i, left));
-        store<FULL, true>(out + first + i, bits(total), left);
-    });
 }

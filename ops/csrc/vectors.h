@@ -121,6 +121,28 @@ ZF_FN zf_u raw(const void *x) {
 }
 ZF_FN void put(void *to, zf_u x) { __builtin_memcpy(to, &x, sizeof(x)); }
 
+// Outputs that are larger than caches are written past them (`far`): a common store first reads from memory the line that
+// it overwrites. The address must be a multiple of a vector's bytes (`can_be_far`). `finish_far` comes before another
+// thread reads.
+ZF_FN bool can_be_far(const void *to) { return (uintptr_t)to % sizeof(zf_u) == 0; }
+ZF_FN void put(void *to, zf_u x, bool far) {
+#if defined(__AVX2__)
+#if ZF_LANES == 16
+    if (far) return _mm512_stream_si512((__m512i *)to, (__m512i)x);
+#else
+    if (far) return _mm256_stream_si256((__m256i *)to, (__m256i)x);
+#endif
+#endif
+    (void)far;
+    put(to, x);
+}
+ZF_FN void finish_far(bool far) {
+#if defined(__AVX2__)
+    if (far) _mm_sfence();
+#endif
+    (void)far;
+}
+
 ZF_FN Pair pair_of(const uint32_t *x) {
     zf_u first = raw(x), second = raw(x + ZF_LANES);
     return {__builtin_shufflevector(first, second, ZF_EVEN), __builtin_shufflevector(first, second, ZF_ODD)};
@@ -168,12 +190,16 @@ ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm512_cvtepu16_epi32(ZF_LO
 ZF_FN zf_u widened(const uint8_t *x) { return (zf_u)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)x)); }
 ZF_FN zf_u widened(const int8_t *x) { return (zf_u)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm512_cvtepi16_epi32(ZF_LOAD256(x)); }
-ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
-    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)x));
-    _mm256_storeu_si256((__m256i *)to + 1, _mm512_cvtepi32_epi16((__m512i)y));
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y, bool far = false) {
+    __m512i packed = _mm512_packus_epi32((__m512i)x, (__m512i)y), order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    put(to, (zf_u)_mm512_permutexvar_epi64(order, packed), far);
 }
-ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) { // of four vectors, one after the other
-    for (int k = 0; k < 4; ++k) _mm_storeu_si128((__m128i *)to + k, _mm512_cvtepi32_epi8((__m512i)x[k]));
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x, bool far = false) { // of four vectors, packed by their quarters
+    __m512i part[4];
+    for (int k = 0; k < 4; ++k) part[k] = (__m512i)(x[k] & 0xFFu);
+    __m512i first = _mm512_packus_epi32(part[0], part[1]), second = _mm512_packus_epi32(part[2], part[3]);
+    __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    put(to, (zf_u)_mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second)), far);
 }
 #elif defined(__AVX2__)
 #define ZF_LOAD128(x) _mm_loadu_si128((const __m128i *)(x))
@@ -186,15 +212,15 @@ ZF_FN zf_u widened(const uint16_t *x) { return (zf_u)_mm256_cvtepu16_epi32(ZF_LO
 ZF_FN zf_u widened(const uint8_t *x) { return (zf_u)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
 ZF_FN zf_u widened(const int8_t *x) { return (zf_u)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)); }
 ZF_FN zf_u widened(const int16_t *x) { return (zf_u)_mm256_cvtepi16_epi32(ZF_LOAD128(x)); }
-ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
-    put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)y), 0xD8));
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y, bool far = false) {
+    put(to, (zf_u)_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x, (__m256i)y), 0xD8), far);
 }
-ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) { // packed by halves of vectors
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x, bool far = false) { // packed by halves of vectors
     __m256i part[4];
     for (int k = 0; k < 4; ++k) part[k] = (__m256i)(x[k] & 0xFFu);
     __m256i first = _mm256_packus_epi32(part[0], part[1]), second = _mm256_packus_epi32(part[2], part[3]);
     __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    put(to, (zf_u)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order));
+    put(to, (zf_u)_mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order), far);
 }
 #else
 template <class T>
@@ -212,23 +238,23 @@ ZF_FN zf_u widened(const T *x) {
     for (int k = 0; k < ZF_LANES; ++k) now[k] = x[k];
     return (zf_u)now;
 }
-ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y) {
+ZF_FN void put_shorts(uint16_t *to, zf_u x, zf_u y, bool = false) {
     for (int k = 0; k < ZF_LANES; ++k) to[k] = (uint16_t)x[k], to[k + ZF_LANES] = (uint16_t)y[k];
 }
-ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x) {
+ZF_FN void put_low_bytes(uint8_t *to, const zf_u *x, bool = false) {
     for (int k = 0; k < 4 * ZF_LANES; ++k) to[k] = (uint8_t)x[k / ZF_LANES][k % ZF_LANES];
 }
 #endif
 
 // The same in straight order.
 ZF_FN Pair straight_of(const uint32_t *x) { return {raw(x), raw(x + ZF_LANES)}; }
-ZF_FN void put_straight(uint32_t *to, Pair x) {
-    put(to, x.even);
-    put(to + ZF_LANES, x.odd);
+ZF_FN void put_straight(uint32_t *to, Pair x, bool far = false) {
+    put(to, x.even, far);
+    put(to + ZF_LANES, x.odd, far);
 }
 ZF_FN Pair straight_of(const uint16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
 ZF_FN Pair straight_of(const int16_t *x) { return {widened(x), widened(x + ZF_LANES)}; }
-ZF_FN void put_straight(uint16_t *to, Pair x) { put_shorts(to, x.even, x.odd); } // both below 2^16
+ZF_FN void put_straight(uint16_t *to, Pair x, bool far = false) { put_shorts(to, x.even, x.odd, far); } // below 2^16
 
 // What is read from here on next. Streams of 16 bits are asked for far ahead, into the second cache: the first one has
 // places for too few lines that are on their way. Where arithmetic takes longer than memory, the first cache is better.
@@ -245,9 +271,9 @@ ZF_FN Pair load(const T *x, int64_t left) {
     return straight ? straight_of(full ? x : some) : pair_of(full ? x : some);
 }
 template <bool full, bool straight = false, class T>
-ZF_FN void store(T *to, Pair x, int64_t left) {
+ZF_FN void store(T *to, Pair x, int64_t left, bool far = false) { // `far`: straight ones
     T some[ZF_PAIR];
-    straight ? put_straight(full ? to : some, x) : put_pair(full ? to : some, x);
+    straight ? put_straight(full ? to : some, x, full && far) : put_pair(full ? to : some, x);
     if (!full) __builtin_memcpy(to, some, (uint64_t)left * sizeof(T));
 }
 

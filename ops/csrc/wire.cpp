@@ -77,7 +77,8 @@ ZF_FN void encode_signs(const typename Number::stored *x, zf_u8 *codes, zf_i64 s
 
 // A block's elements -> its codes, for a scale.
 template <int format, class Number, bool drawn>
-ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block, const zf_u32 *draws) {
+ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, zf_i64 block, const zf_u32 *draws,
+                  bool far) {
     const float inverse = zf_wire_inverse(scale);
     const zf_i64 half = block / 2, size = bytes_of<format>(block);
     if (scale > ZF_INF || (format == ZF_SIGN && scale == 0u)) {
@@ -98,7 +99,7 @@ ZF_FN void encode(const typename Number::stored *x, zf_u8 *codes, zf_u32 scale, 
                 now[k] = ((now[k] + 8u) & 0xFu) | (code_of<format, drawn>(upper, draws + half + at) + 8u) << 4;
             }
         }
-        put_low_bytes(codes + i, now);
+        put_low_bytes(codes + i, now, far);
     }
 }
 
@@ -119,48 +120,71 @@ ZF_FN zf_f value_at(const zf_u8 *codes, zf_i64 at, zf_i64 block, zf_u16 scale) {
 // The next block's scale is looked for before a block is encoded: memory is read on while it is divided.
 template <int format, class Number, bool drawn>
 void encode_each(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block,
-                 const Draws *draws, zf_i64 place) {
+                 const Draws *draws, zf_i64 place, bool far) {
     const typename Number::stored *x = (const typename Number::stored *)from;
     zf_u32 next = first < last ? scale_of<format, Number, drawn>(x + first * block, block) : 0u;
     for (zf_i64 b = first; b < last; ++b) {
         const zf_u32 scale = next;
         if (b + 1 < last) next = scale_of<format, Number, drawn>(x + (b + 1) * block, block);
         encode<format, Number, drawn>(x + b * block, codes + b * bytes_of<format>(block), scale, block,
-                                      drawn ? draws->from(place + b) : nullptr);
+                                      drawn ? draws->from(place + b) : nullptr, far);
         scales[b] = (zf_u16)(scale >> 16);
     }
+    finish_far(far);
 }
 
 template <int format, class Number>
 void encode_all(const void *from, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last, zf_i64 block,
-                const zf_u64 *key, zf_i64 place) {
+                const zf_u64 *key, zf_i64 place, bool far) {
     if (!key || format == ZF_SIGN) // signs have no codes between which to draw
-        return encode_each<format, Number, false>(from, codes, scales, first, last, block, nullptr, place);
+        return encode_each<format, Number, false>(from, codes, scales, first, last, block, nullptr, place, far);
     const Draws draws(*key);
-    encode_each<format, Number, format != ZF_SIGN>(from, codes, scales, first, last, block, &draws, place);
+    encode_each<format, Number, format != ZF_SIGN>(from, codes, scales, first, last, block, &draws, place, far);
 }
 
 template <int format, class Number>
-void decode_all(const zf_u8 *codes, const zf_u16 *scales, void *to, zf_i64 first, zf_i64 last, zf_i64 block) {
+void decode_all(const zf_u8 *codes, const zf_u16 *scales, void *to, zf_i64 first, zf_i64 last, zf_i64 block,
+                bool far) {
     typename Number::stored *x = (typename Number::stored *)to;
     for (zf_i64 b = first; b < last; ++b)
         for (zf_i64 i = 0; i < block; i += 2 * ZF_LANES) {
             const zf_u8 *of = codes + b * bytes_of<format>(block);
             zf_f now = value_at<format>(of, i, block, scales[b]);
-            Number::set(x + b * block + i, now, value_at<format>(of, i + ZF_LANES, block, scales[b]));
+            zf_f next = value_at<format>(of, i + ZF_LANES, block, scales[b]);
+            put_straight(x + b * block + i, Number::stored_of(now, next), far);
         }
+    finish_far(far);
 }
 
 template <int format>
 void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num, zf_u32 *out, zf_i64 first,
-             zf_i64 last, zf_i64 block) {
+             zf_i64 last, zf_i64 block, bool far) {
     for (zf_i64 b = first; b < last; ++b)
         for (zf_i64 i = 0; i < block; i += ZF_LANES) {
             const zf_i64 at = b * bytes_of<format>(block);
             zf_f total = value_at<format>(codes[0] + at, i, block, scales[0][b]);
             for (zf_i64 k = 1; k < num; ++k) total += value_at<format>(codes[k] + at, i, block, scales[k][b]);
-            put(out + b * block + i, zf_bits(total));
+            put(out + b * block + i, zf_bits(total), far);
         }
+    finish_far(far);
+}
+
+// fp32 -> bf16, and the sum of rows of bf16 in fp32; `left` elements, which fill a pair if `full`.
+template <bool full>
+ZF_FN void to_bf16(const zf_u32 *x, zf_u16 *out, zf_i64 left, bool far) {
+    soon<true>(x), soon<true>(x + ZF_LANES);
+    const Pair now = load<full, true>(x, left);
+    store<full, true>(out, Bf16::stored_of(zf_float(now.even), zf_float(now.odd)), left, far);
+}
+template <bool full>
+ZF_FN void sum_bf16(const zf_u16 *const *rows, zf_i64 num_rows, zf_u32 *out, zf_i64 at, zf_i64 left, bool far) {
+    zf_f even = {}, odd = {};
+    for (zf_i64 k = 0; k < num_rows; ++k) {
+        const Pair now = load<full, true>(rows[k] + at, left);
+        even = k ? even + zf_from_bf16(now.even) : zf_from_bf16(now.even);
+        odd = k ? odd + zf_from_bf16(now.odd) : zf_from_bf16(now.odd);
+    }
+    store<full, true>(out + at, {zf_bits(even), zf_bits(odd)}, left, far);
 }
 
 #define ZF_EACH_FORMAT(call)                                                                                           \
@@ -176,22 +200,45 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
 } // namespace
 
 // Blocks [first, last) of numbers of a kind, zf_number. `key`: of the draws, of which block b takes those of `place` + b;
-// NULL for the nearest codes.
+// NULL for the nearest codes. `far`: whether outputs are to be written past the caches.
 ZF_API void ZF_NAME(zf_wire_encode)(const void *x, zf_u8 *codes, zf_u16 *scales, zf_i64 first, zf_i64 last,
-                                    zf_i64 block, zf_i32 format, zf_i32 number, const zf_u64 *key, zf_i64 place) {
-#define ENCODE(format) ZF_EACH_NUMBER(encode_all, format, x, codes, scales, first, last, block, key, place)
+                                    zf_i64 block, zf_i32 format, zf_i32 number, zf_i32 far, const zf_u64 *key,
+                                    zf_i64 place) {
+    const bool past = far && can_be_far(codes);
+#define ENCODE(format) ZF_EACH_NUMBER(encode_all, format, x, codes, scales, first, last, block, key, place, past)
     ZF_EACH_FORMAT(ENCODE);
 }
 
 ZF_API void ZF_NAME(zf_wire_decode)(const zf_u8 *codes, const zf_u16 *scales, void *x, zf_i64 first, zf_i64 last,
-                                    zf_i64 block, zf_i32 format, zf_i32 number) {
-#define DECODE(format) ZF_EACH_NUMBER(decode_all, format, codes, scales, x, first, last, block)
+                                    zf_i64 block, zf_i32 format, zf_i32 number, zf_i32 far) {
+    const bool past = far && can_be_far(x);
+#define DECODE(format) ZF_EACH_NUMBER(decode_all, format, codes, scales, x, first, last, block, past)
     ZF_EACH_FORMAT(DECODE);
 }
 
 // The sum of what `num` ranks have sent, in their order: fp32.
 ZF_API void ZF_NAME(zf_wire_sum)(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num, zf_u32 *out,
-                                 zf_i64 first, zf_i64 last, zf_i64 block, zf_i32 format) {
-#define SUM(format) sum_all<format>(codes, scales, num, out, first, last, block)
+                                 zf_i64 first, zf_i64 last, zf_i64 block, zf_i32 format, zf_i32 far) {
+    const bool past = far && can_be_far(out);
+#define SUM(format) sum_all<format>(codes, scales, num, out, first, last, block, past)
     ZF_EACH_FORMAT(SUM);
+}
+
+// Elements [first, last) as the nearest bf16, ties to even.
+ZF_API void ZF_NAME(zf_to_bf16)(const zf_u32 *x, zf_u16 *out, zf_i64 first, zf_i64 last, zf_i32 far) {
+    const bool past = far && can_be_far(out + first);
+    zf_i64 i = first;
+    for (; i + ZF_PAIR <= last; i += ZF_PAIR) to_bf16<true>(x + i, out + i, ZF_PAIR, past);
+    if (i < last) to_bf16<false>(x + i, out + i, last - i, past);
+    finish_far(past);
+}
+
+// Elements [first, last) of the sum of rows, in their order: fp32.
+ZF_API void ZF_NAME(zf_sum_bf16)(const zf_u16 *const *rows, zf_i64 num_rows, zf_u32 *out, zf_i64 first, zf_i64 last,
+                                 zf_i32 far) {
+    const bool past = far && can_be_far(out + first);
+    zf_i64 i = first;
+    for (; i + ZF_PAIR <= last; i += ZF_PAIR) sum_bf16<true>(rows, num_rows, out, i, ZF_PAIR, past);
+    if (i < last) sum_bf16<false>(rows, num_rows, out, i, last - i, past);
+    finish_far(past);
 }

@@ -12,17 +12,17 @@ const zf_i64 AT_ONCE = 4 * ZF_LANES; // elements; half a block is a multiple
 struct Fp32 {
     typedef zf_u32 stored;
     ZF_FN zf_f get(const stored *x) { return zf_float(raw(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_bits(first), zf_bits(second)}); }
+    ZF_FN Pair stored_of(zf_f first, zf_f second) { return {zf_bits(first), zf_bits(second)}; }
 };
 struct Bf16 {
     typedef zf_u16 stored;
     ZF_FN zf_f get(const stored *x) { return zf_from_bf16(widened(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_bf16(first), zf_near_bf16(second)}); }
+    ZF_FN Pair stored_of(zf_f first, zf_f second) { return {zf_near_bf16(first), zf_near_bf16(second)}; }
 };
 struct Fp16 {
     typedef zf_u16 stored;
     ZF_FN zf_f get(const stored *x) { return zf_from_fp16(widened(x)); }
-    ZF_FN void set(stored *x, zf_f first, zf_f second) { put_straight(x, {zf_near_fp16(first), zf_near_fp16(second)}); }
+    ZF_FN Pair stored_of(zf_f first, zf_f second) { return {zf_near_fp16(first), zf_near_fp16(second)}; }
 };
 
 // The sum of the magnitudes of a block's elements, in the order that wire.h says. A group of sums stays in registers

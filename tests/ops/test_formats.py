@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support import kernel_cases as cases
-from zerofn.ops import cpu, reference
+from zerofn.ops import cpu, native, reference
 
 each_isa, chosen = cases.each_isa, cases.chosen
 
@@ -42,6 +42,30 @@ def test_split_equals_torchs_operations(isa):
     whole = torch.empty_like(x)
     reference.join(*expected, whole)
     assert cases.same_bits(cpu.join(*expected), whole) and cases.same_bits(whole, x)
+
+
+# --- bfloat16 ----------------------------------------------------------------------------------
+
+
+@each_isa
+@pytest.mark.parametrize("past_caches", [False, True])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("size", [0, 1, 31, 5003, 3 * (1 << 16) + 5])
+def test_nearest_bfloat16_are_torchs(size, first, past_caches, isa, monkeypatch):
+    """`first`: an output whose address vectors do not divide. It is written through the caches."""
+    if past_caches:
+        monkeypatch.setattr(native, "_FAR", 0)
+    x = cases.wild(size + first, 0)[first:]
+    x[::50], x[1::70], x[2::90] = torch.nan, torch.inf, 1 + 2**-8  # the last is between two numbers of bfloat16
+    out, want = torch.full((size + first + 8,), -1.0, dtype=torch.bfloat16), x.bfloat16()
+    cpu.to_bf16(x, out[first : size + first])
+    found = out[first : size + first]
+    assert torch.equal(found.nan_to_num(0.5), want.nan_to_num(0.5)) and torch.equal(found.isnan(), want.isnan())
+    assert (out[size + first :] == -1).all() and (out[:first] == -1).all()
+    whole = torch.full((size + first + 8,), -1.0)
+    cpu.sum_bf16([found, found], whole[first : size + first])
+    assert torch.equal(whole[first : size + first].nan_to_num(0.5), (2 * want.float()).nan_to_num(0.5))
+    assert (whole[size + first :] == -1).all() and (whole[:first] == -1).all()
 
 
 # --- sums of bfloat16 --------------------------------------------------------------------------

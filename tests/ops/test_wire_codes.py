@@ -54,6 +54,25 @@ def by_float64(x, format, block):
 @each_isa
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", FORMATS)
+def test_outputs_that_are_written_past_the_caches_are_the_same(format, dtype, isa, monkeypatch):
+    x, block = numbers(3 << 16, dtype=dtype), 256
+    kept = encoded(x, format, block)
+    values, drawn, total = decoded(kept, dtype), encoded(x, format, block, Draws(7, 2)), torch.empty(len(x))
+    wire_codes.sum_([kept, kept], total)
+    monkeypatch.setattr(native, "_FAR", 0)
+    for before, draws in ((kept, None), (drawn, Draws(7, 2))):
+        again = encoded(x, format, block, draws)
+        assert torch.equal(again.codes, before.codes) and torch.equal(again.scales, before.scales)
+    assert torch.equal(decoded(kept, dtype), values)
+    found = torch.empty(len(x) + 1)
+    for out in (found[:-1], found[1:]):  # the latter's address is no multiple of a vector's bytes
+        wire_codes.sum_([kept, kept], out)
+        assert torch.equal(out, total)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
 def test_what_arrives_is_what_float64_says(format, dtype, isa):
     """Off by half a step at most; where two codes are equally near, or nearly so, either."""
     for block in BLOCKS:

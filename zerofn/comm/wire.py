@@ -33,7 +33,11 @@ class WireCodec:
 
     def encode(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the elements as they are sent, in `out` or in new memory."""
-        return (torch.empty(x.shape, dtype=self.dtype, device=x.device) if out is None else out).copy_(x)
+        out = torch.empty(x.shape, dtype=self.dtype, device=x.device) if out is None else out
+        if _has_kernels(x, out):
+            cpu.to_bf16(x, out)
+            return out
+        return out.copy_(x)
 
     def place_in(self, whole: Tensor) -> Tensor:
         """Return the part of the memory of a flat float32 tensor in which as many encoded elements are received, for
@@ -51,7 +55,7 @@ class WireCodec:
         while end > start:
             begin = max(start, min(2 * end - size, end - SMALL))
             part = whole[begin:end]
-            coded[begin:end].copy_(part if begin >= 2 * end - size else part.clone())
+            self.encode(part if begin >= 2 * end - size else part.clone(), coded[begin:end])
             end = begin
         return coded[start:stop]
 
@@ -63,7 +67,7 @@ class WireCodec:
         coded, start, size = self.place_in(whole), 0, len(whole)
         while size - start > SMALL:
             stop = (start + size) // 2
-            whole[start:stop].copy_(coded[start:stop])
+            self.sum_(whole[start:stop], [coded[start:stop]])
             start = stop
         whole[start:].copy_(coded[start:].clone())
 
@@ -102,12 +106,18 @@ class WireCodec:
 
     def sum_(self, out: Tensor, rows: Sequence[Tensor], first: int = 0) -> None:
         """Write the sum of encoded rows, added in their order, to a float32 tensor."""
-        if out.device.type == "cpu" and self.dtype is torch.bfloat16:
+        if _has_kernels(out, rows[0]):
             cpu.sum_bf16(rows, out)
             return
         out.copy_(rows[0])
         for row in rows[1:]:
             out.add_(row)
+
+
+def _has_kernels(x: Tensor, coded: Tensor) -> bool:
+    """Return whether the CPU's kernels convert between a tensor and its encoded form, and are worth their call."""
+    known = x.device.type == "cpu" and x.dtype is torch.float32 and coded.dtype is torch.bfloat16
+    return known and x.numel() >= SMALL and x.is_contiguous() and coded.is_contiguous()
 
 
 CODECS = {"bf16": WireCodec(torch.bfloat16)}
