@@ -258,9 +258,9 @@ ZF_FN void put_straight(uint16_t *to, Pair x, bool far = false) { put_shorts(to,
 
 // What is read from here on next. Streams of 16 bits are asked for far ahead, into the second cache: the first one has
 // places for too few lines that are on their way. Where arithmetic takes longer than memory, the first cache is better.
-template <bool far>
+template <bool far, int bytes = far ? 2048 : 512>
 ZF_FN void soon(const void *x) {
-    far ? __builtin_prefetch((const char *)x + 2048, 0, 2) : __builtin_prefetch((const char *)x + 512, 0, 3);
+    far ? __builtin_prefetch((const char *)x + bytes, 0, 2) : __builtin_prefetch((const char *)x + bytes, 0, 3);
 }
 
 // `left` elements where they are fewer than a pair has; the others are zero, and are not stored.

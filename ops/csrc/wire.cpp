@@ -172,7 +172,7 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
 // fp32 -> bf16, and the sum of rows of bf16 in fp32; `left` elements, which fill a pair if `full`.
 template <bool full>
 ZF_FN void to_bf16(const zf_u32 *x, zf_u16 *out, zf_i64 left, bool far) {
-    soon<true>(x), soon<true>(x + ZF_LANES);
+    soon<true, 8192>(x), soon<true, 8192>(x + ZF_LANES); // nothing but memory takes time
     const Pair now = load<full, true>(x, left);
     store<full, true>(out, Bf16::stored_of(zf_float(now.even), zf_float(now.odd)), left, far);
 }

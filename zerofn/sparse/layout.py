@@ -14,7 +14,7 @@ from .picture import svg
 
 WORD = 64  # queries of a word of bits
 _PICTURES = 8  # heads of a layout that a notebook shows
-_AT_ONCE = 1 << 20  # pairs of tokens that a pattern is asked about together
+_AT_ONCE = 1 << 18  # pairs of tokens that a pattern is asked about together: 4 MB of words
 
 
 @dataclass(frozen=True, eq=False)
