@@ -44,7 +44,7 @@ ZF_FN zf_u32 top_of(const typename Number::stored *x, zf_i64 block) {
     zf_i largest[4] = {};
     for (zf_i64 i = 0; i < block; i += AT_ONCE)
         for (int k = 0; k < 4; ++k) {
-            soon<true>(x + i + k * ZF_LANES);
+            soon<true, 8192>(x + i + k * ZF_LANES);
             zf_i size = (zf_i)(zf_bits(Number::get(x + i + k * ZF_LANES)) & ZF_ABS);
             largest[k] = size > largest[k] ? size : largest[k];
         }
