@@ -39,11 +39,11 @@ Invariants and choices:
   they are, and each operation between two transfers reads memory once. On two ranks at stage 0 a coded step reads and
   writes 42 bytes a parameter, 14 more than AdamW.
 
-Logits in tiles (`head_loss.py`): the loss and the gradient of the tokens need whole rows of logits, so they use tiles
-of tokens. The gradient of the head sums over tokens, so it uses tiles of the vocabulary, each for all tokens. No sum
-is cut, so the bits stay. For the second kind of tile, the largest logit of each row and the logarithm of its sum come
-from the first. A single pass over tiles of tokens would save one product in five, but would add up the head's
-gradient in another order. The details:
+Logits in tiles (`head_loss.py`): the loss and the gradient of the head's input need whole rows of logits, so they use
+tiles of tokens. The gradient of the head's weight sums over tokens, so it uses tiles of the vocabulary, each for all
+tokens. No sum is cut, so the bits stay. For the second kind of tile, the largest logit of each row and the logarithm of
+its sum come from the first. A single pass over tiles of tokens would save one product in five, but would add up the
+head's gradient in another order. The details:
 
 - Subtractions follow the order of torch's kernel, and torch's own kernel computes the exponential function. If
   log-probabilities are in half precision, torch's kernel on the host rounds the logarithm before the subtraction, so

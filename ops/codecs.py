@@ -158,5 +158,5 @@ def master_of(p: Parts) -> Codec:
     found = next((codec for codec in MASTERS if codec.stores(p)), None)
     if found is None:
         known = " or ".join(codec.name for codec in MASTERS)
-        raise TypeError(f"a parameter is stored {known}, and tensors of {[x.dtype for x in p]} came.")
+        raise TypeError(f"a parameter is stored {known}, got tensors of {[x.dtype for x in p]}.")
     return found

@@ -294,6 +294,6 @@ def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:
         if num_bytes > held:
             raise ValueError(f"checksum: the tensor has {held} bytes, and {num_bytes} are asked for.")
     if num_bytes is None or num_bytes < 0:
-        raise ValueError(f"checksum: num_bytes must say how many bytes there are, and {num_bytes} came.")
+        raise ValueError(f"checksum: num_bytes must say how many bytes there are, got {num_bytes}.")
     address = memory.data_ptr() if isinstance(memory, Tensor) else memory
     return reference.checksum(address, num_bytes) if missing() else kernel("checksum")(address, num_bytes)

@@ -187,7 +187,7 @@ def norms_and_extremes(
     check_tensor("norms_and_extremes: g", g, GRADIENTS, device=g.device)
     for start, stop in zip(starts, stops, strict=True):
         if not 0 <= start <= stop <= g.numel():
-            raise ValueError(f"norms_and_extremes: parts must be inside [0, {g.numel()}); [{start}, {stop}) came.")
+            raise ValueError(f"norms_and_extremes: parts must be inside [0, {g.numel()}), got [{start}, {stop}).")
     device, num = g.device, len(starts)
     table, num_chunks = _part_table(device, tuple(starts), tuple(stops), _CHUNK)
     _kept(table)
@@ -259,7 +259,7 @@ def cast(x: Tensor, dtype: torch.dtype, factor: Tensor | float | None = None) ->
     """`(x.float() * factor).to(dtype)` in one pass: fp32, bf16 or fp16 to one of them, ties to even."""
     check_tensor("cast: x", x, GRADIENTS, device=x.device)
     if dtype not in GRADIENTS:
-        raise TypeError(f"cast: dtype must be {' or '.join(map(str, GRADIENTS))}, and {dtype} came.")
+        raise TypeError(f"cast: dtype must be {' or '.join(map(str, GRADIENTS))}, got {dtype}.")
     y = torch.empty_like(x, dtype=dtype)
     launch(
         "cast",

@@ -25,7 +25,7 @@ from .formats import kernels
 from .kernel_args import GRADIENTS
 from .registry import OnShard, Traits, define
 
-ALIGNED = 16  # devices multiply blocks of so many elements
+ALIGNED = 16  # devices multiply blocks of this number of elements
 _DTYPES = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
 _ROOM = {False: 8, True: 15}  # the largest number is 1.75 times two to this
 _EXPONENT = 23  # where a float32 has its exponent, which is biased by 127

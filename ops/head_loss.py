@@ -5,8 +5,8 @@ which some rows or some columns exist at a time. No sum is cut: each number of a
 from the same numbers as with whole logits, so it has the same bits wherever a product's number does not depend on how
 many rows or columns the product has. `sizes_of` chooses tiles for which it does not, on the host.
 
-The gradient of the tokens needs whole rows of logits, that of the head whole columns. So logits are computed three
-times: for the loss, for the one and for the other.
+The gradient of the head's input needs whole rows of logits, that of its weight whole columns. So logits are computed
+three times: for the loss, and for each of the two gradients.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ aten = torch.ops.aten
 # Of BLAS on the host, products of this many rows or columns, and multiples of it, give each number the bits that it has
 # in a product of all of them. Narrower tiles meet other kernels.
 EVEN = 256
-TILES = 16  # so many tiles make the logits in memory few, if each has `EVEN` rows at least
-WIDE = 512  # rows of a tile that keep a device busy: weights are read once for so many
+TILES = 16  # enough tiles for the logits in memory to be few, if each has at least `EVEN` rows
+WIDE = 512  # rows of a tile that keep a device busy: weights are read once for all of them
 GRADIENT_AT_LABEL, MOST, LOG_SUM, AT_LABEL = range(4)  # the rows of `numbers`
 
 
@@ -238,7 +238,7 @@ def _flops(products: int) -> Callable[[Mapping[str, Any], Any], int]:
 
 
 def _touches(passes: int) -> Callable[[Mapping[str, Any], Any], int]:
-    """Bytes that are read and written: weights or tokens once a tile, logits in so many passes."""
+    """Bytes that are read and written: weights or tokens once a tile, logits once for each of `passes` passes."""
 
     def of(given: Mapping[str, Any], result: Any) -> int:
         x, weight = given["x"], given["weight"]

@@ -90,11 +90,11 @@ def check_tensors(
     check_tensor("update_: g", g, GRADIENTS, size, device)
     _check_parts("p", p, MASTERS, [size, size], device)
     if len(moments) != RULES[rule].num_moments:
-        raise ValueError(f"update_: {rule} has {RULES[rule].num_moments} moments, and {len(moments)} came.")
+        raise ValueError(f"update_: {rule} has {RULES[rule].num_moments} moments, got {len(moments)}.")
     for moment in moments:
         _check_parts("a moment", moment, MOMENTS, [size, num_blocks(size)], device)
     if len(set(map(_dtypes, moments))) > 1:
-        raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; two came.")
+        raise ValueError("update_: m and v must be in one format, fp32, bf16 or 8-bit; got two formats.")
 
 
 def _check_parts(
@@ -108,7 +108,7 @@ def _check_parts(
     possible = [dtypes for dtypes in known if len(dtypes) == len(parts)]
     if not possible:
         forms = " or ".join(f"[{', '.join(str(x).removeprefix('torch.') for x in dtypes)}]" for dtypes in known)
-        raise ValueError(f"update_: {what} must be {forms}, and {len(parts)} tensors came.")
+        raise ValueError(f"update_: {what} must be {forms}, got {len(parts)} tensors.")
     for k, (x, size) in enumerate(zip(parts, sizes, strict=False)):
         check_tensor(f"update_: part {k} of {what}", x, [dtypes[k] for dtypes in possible], size, device)
 
@@ -118,12 +118,12 @@ def check_tensor(
 ) -> None:
     """Raise `TypeError` unless `x` is contiguous, on `device` and of one of `dtypes`; `ValueError` for its size."""
     if x.dtype not in dtypes:
-        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, and {x.dtype} came.")
+        raise TypeError(f"{what} must be {' or '.join(map(str, dtypes))}, got {x.dtype}.")
     if x.device != device or not x.is_contiguous():
         place = "the CPU" if device == CPU else device
         raise TypeError(f"{what} must be contiguous and on {place}; this one is on {x.device}, strides {x.stride()}.")
     if size is not None and x.numel() != size:
-        raise ValueError(f"{what} must have {size} elements, and {x.numel()} came.")
+        raise ValueError(f"{what} must have {size} elements, got {x.numel()}.")
 
 
 def check_run_lists(
@@ -138,19 +138,19 @@ def check_run_lists(
     """Raise `ValueError` unless the runs are in order, apart and inside [0, size)."""
     if not len(starts) == len(stops) == len(rates) == len(decays):
         lengths = [len(x) for x in (starts, stops, rates, decays)]
-        raise ValueError(f"update_: starts, stops, rates and decays must be equally long, and they are {lengths}.")
+        raise ValueError(f"update_: starts, stops, rates and decays must be equally long, got {lengths}.")
     end = 0
     for start, stop in zip(starts, stops, strict=True):
         if not end <= start <= stop <= size:
             raise ValueError(
-                f"update_: runs must be in order, apart and inside [0, {size}); [{start}, {stop}) came "
+                f"update_: runs must be in order, apart and inside [0, {size}), got [{start}, {stop}) "
                 f"after one that ends at {end}."
             )
         end = stop
     if len(factors) > 2:
-        raise ValueError(f"update_: at most two factors, and {len(factors)} came; multiply some of them first.")
+        raise ValueError(f"update_: at most two factors, got {len(factors)}; multiply some of them first.")
     if offset < 0 or offset % UNIT:
-        raise ValueError(f"update_: offset must be a multiple of {UNIT}, and {offset} came.")
+        raise ValueError(f"update_: offset must be a multiple of {UNIT}, got {offset}.")
 
 
 def num_blocks(size: int) -> int:

@@ -90,10 +90,10 @@ def compile(
     equal on all ranks. A step that is called without `compile` is not checked for this.
 
     - `donate`: write the new state into the old one's memory; using the old one afterwards raises `RuntimeError`.
-    - `memory`: bytes of device memory that a step may use on a rank, or a text such as "24GiB": state and values, not
-      the workspace of operations. To stay below it, ZeroFn gathers units again, recomputes or offloads activations, and
-      tiles logits. On CPUs the results have the same bits with any `memory`. Until a step without `memory` runs,
-      torch's CUDA allocator is limited, too: to `memory` plus an eighth (at least 1 GiB) for workspace.
+    - `memory`: bytes of device memory that a step may use on a rank, or a string such as "24GiB". It counts state and
+      values, not the workspace of operations. To stay below it, ZeroFn gathers units again, recomputes or offloads
+      activations, and tiles logits. On CPUs the results have the same bits with any `memory`. Until a step without
+      `memory` runs, torch's CUDA allocator is limited, too: to `memory` plus an eighth (at least 1 GiB) for workspace.
     - `remat`: "full" recomputes all activations except those that one unit's part of the model passes to the next;
       "auto" recomputes the cheapest, until the saved activations take half as much memory as all of them would.
     - `machine`: the cost model for schedules; pass the same as to `zerofn.plan`. None is a typical machine.
@@ -205,7 +205,7 @@ class CompiledStep(TypedStep[S, B, R]):
 
         The first step measures every operation, the second one follows memory. `machine`: the profile that
         `zerofn profile` wrote here, or `zerofn.this_machine()`; then times are predicted, too. All ranks must
-        call it. Raises `ValueError` for another backend than "eager": only that one tells when each operation
+        call it. Raises `ValueError` for any backend but "eager": only that backend shows when each operation
         begins.
         """
         entry = self._planned(state, batch)

@@ -131,7 +131,7 @@ def _of_checkpoints() -> Iterator[Piece]:
             Key("checkpoint", (*at, "blocked"), (*at, "memcpy")),
         ]  # fmt: skip
 
-    yield "| fio, the same bytes | {:.2f} | {:.2f} | | | | |", row("fio")[:2]
+    yield "| fio (a disk benchmark), the same bytes | {:.2f} | {:.2f} | | | | |", row("fio")[:2]
     yield "| torch DCP | {:.2f} | {:.2f} | {:.0f} | {:.2f} | | nothing |", row("torch DCP")
     yield "| DeepSpeed 3 | {:.2f} | {:.2f} | {:.0f} | {:.2f} | |", row("DeepSpeed")
     yield (

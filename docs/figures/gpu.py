@@ -17,8 +17,8 @@ def of_gpu() -> Iterator[Piece]:
         "it is {:.1f} to {:.1f} % above",
         [Made("gpu", lambda d, how=how: 100 * (how(_beyond_plans(d)) - 1)) for how in (min, max)],
     )
-    yield "trains on {:.0f} pairs of sentences in 24 GiB", [_largest("large_offload", "batch")]
-    yield "trains on {:.0f} pairs in 24 GiB", [_largest("big_24", "batch")]
+    yield "trains in batches of {:.0f} pairs of sentences in 24 GiB", [_largest("large_offload", "batch")]
+    yield "trains in batches of {:.0f} pairs in 24 GiB", [_largest("big_24", "batch")]
     yield "with {:.0f} GiB of host memory; the published", [_largest("big_24", "host_bytes", GiB)]
     yield (
         "T5-large takes {:.2f} times as long as the reference, in {:.2f} times the memory; for 64 pairs, {:.2f} times",

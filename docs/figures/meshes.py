@@ -32,7 +32,7 @@ def of_meshes() -> Iterator[Piece]:
     )
     cells = (("tensor, 2 ranks", "tensor 2"), ("tensor, 4 ranks", "data 2 x tensor 2"))
     yield (
-        "ZeroFn uses {:.2f} times the memory of the table's ZeroFn on `tensor 2`, and {:.2f} times on `data 2",
+        "ZeroFn uses {:.2f} times as much memory on `tensor 2`, and {:.2f} times as much on `data 2",
         [_in_parts(*cell, "beyond") for cell in cells],
     )
     yield (

@@ -273,7 +273,7 @@ def test_a_step_that_reads_past_what_it_is_given_is_refused():
     module, owner, _ = pair()
     with (
         owner.live.in_step(),
-        pytest.raises(RuntimeError, match="reads the parameter 'first.weight' from another place"),
+        pytest.raises(RuntimeError, match="reads the parameter 'first.weight' from somewhere other than its module"),
     ):
         module.first.weight.sum()
 

@@ -85,7 +85,7 @@ SHAPE = {"steps": Count, "names?": Each(str), "values?": Named(torch.Tensor), "s
         ({"steps": 1 << 63}, "steps: expected a whole number"),
         ({"steps": 0, "names": "ab"}, "names: expected a list, got 'ab'"),
         ({"steps": 0, "names": ["a", 7]}, r"names\[1\]: expected a str, got 7"),
-        ({"steps": 0, "values": {3: torch.ones(1)}}, "values: expected a text as a key, got 3"),
+        ({"steps": 0, "values": {3: torch.ones(1)}}, "values: expected a string as a key, got 3"),
         ({"steps": 0, "values": {"w": [1.0]}}, r"values\['w'\]: expected a Tensor, got a list"),
         ({"steps": 0, "state": {"a": {}}}, "state: expected a whole number as a key, got 'a'"),
         ({"steps": 0, "state": {2: {"mu": torch.ones(2, 2)}}}, r"state\[2\].mu: expected a tensor of one dim"),

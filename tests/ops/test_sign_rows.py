@@ -148,13 +148,13 @@ def test_a_step_that_is_skipped_leaves_what_was_left_out():
 
 def test_what_does_not_fit_is_refused():
     x = torch.ones(4096)
-    with pytest.raises(ValueError, match="signs: left must have 6144 elements, and 4096 came"):
+    with pytest.raises(ValueError, match="signs: left must have 6144 elements, got 4096"):
         sign_rows.mix(x, x, x, Mix(1, 0, 0), rows_of(3, 2048, 2048), x)
     with pytest.raises(ValueError, match=r"in blocks of 100, for 4096 elements; a block of 128, 256, .* divides a row"):
         sign_rows.encode(x, rows_of(1, 4096, 2048)._replace(block=100))
-    with pytest.raises(ValueError, match="signs: left must have 4096 elements, and 5 came"):
+    with pytest.raises(ValueError, match="signs: left must have 4096 elements, got 5"):
         sign_rows.mix(x, x, torch.ones(5), Mix(1, 0, 0), rows_of(2, 2048, 2048), x)
-    with pytest.raises(TypeError, match=r"signs: added must be torch.float32 or .*, and torch.float64 came"):
+    with pytest.raises(TypeError, match=r"signs: added must be torch.float32 or .*, got torch.float64"):
         sign_rows.mix(x.double(), x, x, Mix(1, 0, 0), rows_of(2, 2048, 2048), x)
 
 

@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused():
         wire_codes.encode(x, Codes(*room(512, "int8", 256)[:2], "int3", 256))
     with pytest.raises(ValueError, match="blocks of 100"):
         wire_codes.encode(x, room(512, "int8", 256)._replace(block=100))
-    with pytest.raises(ValueError, match="codes must have 512 elements, and 256 came"):
+    with pytest.raises(ValueError, match="codes must have 512 elements, got 256"):
         wire_codes.encode(x, room(256, "int8", 256))
     with pytest.raises(TypeError, match="x must be"):
         wire_codes.encode(x.double(), room(512, "int8", 256))

@@ -116,7 +116,7 @@ def test_units_are_clipped_by_hand():
 
 def test_dims_that_are_not_there_are_told():
     w = {"w": torch.ones(3, 2)}
-    with pytest.raises(ValueError, match=r"axis=\(2,\) is a dim that leaf 'w' of shape \[3, 2\] does not have"):
+    with pytest.raises(ValueError, match=r"axis=\(2,\) has a dim that leaf 'w' of shape \[3, 2\] does not have"):
         optim.adaptive_grad_clip(0.1, axis=2).update(w, (), w)
     with pytest.raises(ValueError, match=r"scale_by_muon: leaf 'b' has shape \[3\] and is not a matrix"):
         optim.scale_by_muon().init({"b": torch.ones(3)})

@@ -56,9 +56,9 @@ def test_layers_of_windows_are_taken_but_in_a_ring(caplog):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("FNetForMaskedLM", "computes other values on parts of rows: its outputs are off by"),
-        ("BartForCausalLM", "computes other values on parts of rows"),  # asks for no positions
-        ("DogeForCausalLM", "needs another attention than full or causal attention"),
+        ("FNetForMaskedLM", "computes different values on parts of rows: its outputs are off by"),
+        ("BartForCausalLM", "computes different values on parts of rows"),  # asks for no positions
+        ("DogeForCausalLM", "needs a kind of attention that is neither full nor causal"),
         ("RobertaForSequenceClassification", r"returns \[2, 2\] for tokens \[2, 16\]"),
     ],
 )
@@ -84,7 +84,7 @@ class Centred(transformers.BertForMaskedLM):
 def test_a_class_of_ones_own_is_compared_by_its_own_forward():
     with torch.device("meta"):
         model = Centred._from_config(transformers.BertConfig(**TEXT))
-    with pytest.raises(ValueError, match="Centred computes other values on parts of rows"):
+    with pytest.raises(ValueError, match="Centred computes different values on parts of rows"):
         context(model, MESH)
 
 

@@ -40,7 +40,7 @@ def test_slopes_of_the_first_heads_are_not_those_of_a_ranks_heads():
     model = made(transformers.BloomForCausalLM, transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=8))
     fewer = {"transformer.h.*.self_attention": FEWER, "transformer": {"num_heads": FEWER["num_heads"]}}
     with pytest.raises(
-        ValueError, match=r"BloomForCausalLM computes other values: .*'transformer.h.0.self_attention.dense'"
+        ValueError, match=r"BloomForCausalLM computes different values: .*'transformer.h.0.self_attention.dense'"
     ):
         tensor(model, MESH, ATTENTION, attributes=fewer)
 

@@ -89,7 +89,9 @@ def test_a_table_says_what_rounds_do_and_what_to_write():
     table = planned(rounds_of(after=100, wire="int8"), mesh=GRID)
     text = table.text(wide=True)
     assert "replicas meet every 10 steps: an inner step takes" in text
-    assert "along replicate in a round; a step takes" in text and "on that link does not bound" in text
+    assert (
+        "along replicate in a round; a step takes" in text and "the link between replicas is not the bottleneck" in text
+    )
     assert "together, the first 100 steps: " in text
     assert "state = step.init(zerofn.shard(init_state, stage=3, mesh=zerofn.Mesh.make(replicate=2, data=4)))" in text
     (row,) = table.json()["rows"]

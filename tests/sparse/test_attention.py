@@ -314,7 +314,7 @@ def test_there_is_no_second_derivative():
         (lambda q, k, v: (q[0], k, v, sparse.causal), r"q must be \[batch, heads"),
         (lambda q, k, v: (q, k.float(), v, sparse.causal), "must be of one dtype"),
         (lambda q, k, v: (q, k[:, :, :5], v, sparse.causal), r"expected q \[B, H, L, D\]"),
-        (lambda q, k, v: (q[:, :3], k, v, sparse.causal), "a multiple of the number of heads of keys; got 3 and 2"),
+        (lambda q, k, v: (q[:, :3], k, v, sparse.causal), "a multiple of the number of key heads; got 3 and 2"),
         (lambda q, k, v: (q, k, v, sparse.layout(sparse.causal, 20)), "the layout was made for 1 heads, 20 queries"),
         (lambda q, k, v: (q, k, v, sparse.chosen(torch.zeros(2, 4, 2, 1).long(), 64)), r"or 1, 1, k\] for 40 queries"),
         (lambda q, k, v: (q, k, v, sparse.chosen(torch.full((2, 4, 1, 1), 1), 64)), "names block 1 of keys"),

@@ -59,8 +59,8 @@ three axes with `hpz`, and a value of every other option. One of them is:
 
 All ranks run over gloo on a CPU. A case trains a Mixtral of two layers for {steps} steps on {rows} rows. The test
 measures how far the parameters are from those of plain PyTorch in float32, relative to how far training has moved
-them. Each feature is also in a case that computes and sends float32, where this distance is below {exact:.0e}. Half
-precision and wire codecs round, so each of them may increase this distance:
+them. Every feature but half precision and wire codecs is also in a case that computes and sends float32, where this
+distance is below {exact:.0e}. Half precision and wire codecs round, so each of them may increase this distance:
 
 | feature | adds at most |
 |---|---:|

@@ -63,7 +63,7 @@ BAD = {
     "flag": ([1, "True", None], "True or False"),
     "whole": ([1.0, True, "1", math.nan, None, [1]], "a whole number"),
     "number": ([math.nan, True, "1", 1j, None], "a number"),
-    "text": ([3, b"a", ["a"], None], "a text"),
+    "text": ([3, b"a", ["a"], None], "a string"),
     "path": ([3, "", None, ["a"]], "a path"),
     "tensor": ([3.0, [1.0], "x"], "a tensor or None"),
     "dtype": (["float32", 3], "a torch.dtype or None"),
@@ -73,7 +73,7 @@ BAD = {
     "table": ([3, [("a", 1)]], "a dict or None"),
     "several": (["01", 3, None, iter([1])], "a list or tuple"),
     "loader": ([3, None], "an iterable"),
-    "axis": ([3, ["data"]], "a text, an Axis or None"),
+    "axis": ([3, ["data"]], "a string, an Axis or None"),
     "mesh": ([3, "data"], "a Mesh or None"),
 }
 

@@ -254,8 +254,8 @@ def _bytes(size: int | str | None) -> int | None:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
         if found is None or found[2].upper() not in _UNITS:
             raise ValueError(
-                f"{WHAT}: max_shard_size={size!r} is not a size. Write a number of bytes, or a text such "
-                "as '5GB' or '500MiB'."
+                f"{WHAT}: max_shard_size={size!r} is not a size. Write a number of bytes, or a string "
+                "such as '5GB' or '500MiB'."
             )
         size = int(float(found[1]) * _UNITS[found[2].upper()])
     if size is not None and size <= 0:

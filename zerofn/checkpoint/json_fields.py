@@ -59,7 +59,7 @@ class Field:
 
     def text(self) -> str:
         """A text."""
-        return self._of(str, "a text")
+        return self._of(str, "a string")
 
     def flag(self) -> bool:
         """True or false."""

@@ -47,7 +47,7 @@ class BlockWire:
     beside = True  # rows do not lie in the memory of what becomes of them
 
     def row_bytes(self, shard: int, itemsize: int, size: int, start: int = 0) -> int:
-        """Return the bytes that a rank sends of its shard, of so many elements, to each of the others. `start`: the
+        """Return the bytes that a rank sends of its shard, of `shard` elements, to each of the others. `start`: the
         element of the unit at which the first rank's shard begins.
         """
         return _row_bytes(self, shard // self.block, itemsize, size, start // self.block)
@@ -158,7 +158,7 @@ def _num_coded(coded: tuple[tuple[int, int], ...], first: int, last: int) -> int
 
 @functools.cache
 def _row_bytes(how: BlockWire, blocks: int, itemsize: int, size: int, first: int) -> int:
-    """The longest row of `size` ones, of so many blocks each."""
+    """The longest row of `size` ones, of `blocks` blocks each."""
     code_bytes, plain_bytes = how.block * wire_codes.bits(how.format) // 8 + 2, how.block * itemsize
     counts = (_num_coded(how.coded, first + rank * blocks, first + (rank + 1) * blocks) for rank in range(size))
     longest = max(num * code_bytes + (blocks - num) * plain_bytes for num in counts)

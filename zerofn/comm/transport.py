@@ -298,7 +298,7 @@ def broadcast_start(x: Tensor, source: int, others: Sequence[int], group: str, w
 
 
 def _swapped(pg: dist.ProcessGroup, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> list[dist.Work]:
-    """Start transfers to and from ranks on another backend than gloo, at once."""
+    """Start transfers to and from ranks on backends other than gloo, at once."""
     ends = ((dist.isend, sends), (dist.irecv, receives))
     ops = [dist.P2POp(f, as_bytes(t.view(-1)), group=pg, group_peer=r) for f, to in ends for r, t in to.items()]
     return dist.batch_isend_irecv(ops) if ops else []

@@ -260,12 +260,23 @@ class Timeline(Lanes):
     def __repr__(self) -> str:
         lanes = sorted(self.busy.items(), key=lambda x: -x[1])
         busy = ", ".join(f"{lane} {time_in_words(seconds)}" for lane, seconds in lanes)
-        return f"{time_in_words(self.seconds)} a step on {self.machine.name}, bound by {self.bound} ({busy})"
+        return f"{time_in_words(self.seconds)} a step on {self.machine.name}, {limit_in_words(self.bound)} ({busy})"
 
     @property
     def bound(self) -> str:
         """The lane that limits the step: the busiest one."""
         return max(self.busy, key=self.busy.__getitem__, default=COMPUTE)
+
+
+def limit_in_words(lane: str) -> str:
+    """Return what limits a step, `Timeline.bound`, for a sentence.
+
+    >>> limit_in_words("computing"), limit_in_words("sent along data"), limit_in_words("read")
+    ('compute-bound', 'limited by bytes sent along data', 'limited by bytes read')
+    """
+    if lane == COMPUTE:
+        return "compute-bound"
+    return f"limited by {lane if lane == UPDATES else f'bytes {lane}'}"
 
 
 def roofline(machine: Machine) -> Cost:

@@ -74,7 +74,7 @@ class LoggedCall:
     saves: list[SavedState] = field(default_factory=list)
 
     def run(self, buffers: dict[int, torch.UntypedStorage | None], versions: list[Version]) -> Any:
-        """Execute; read, write and extend `buffers` (version -> storage). It is None for a result of another shape than
+        """Execute; read, write and extend `buffers` (version -> storage). It is None for a result whose shape is not
         its fake twin's: a kernel's own workspace.
         """
 

@@ -107,7 +107,7 @@ _NO_VALUES = (
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Say what is wrong where torch says that a parameter is on another device than what it meets."""
+    """Say what is wrong where torch says that a parameter is on a different device from what it meets."""
     try:
         yield
     except RuntimeError as error:
@@ -282,7 +282,7 @@ def _is_large(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _replace_the_rest(module: nn.Module, twins: _Twins) -> None:
-    """Twins for parameters that were put into `_parameters` by another way than registration."""
+    """Twins for parameters that were put into `_parameters` without registration."""
     for prefix, part in module.named_modules():
         for name, param in part._parameters.items():
             if param is not None and nn.parameter.is_lazy(param):

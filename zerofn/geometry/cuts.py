@@ -81,7 +81,8 @@ def equal(axis: str, dim: int, size: int, num: int, parts: int = 1, unit: int = 
 @dataclass(frozen=True)
 class Pipeline:
     """The stages of a model, and the schedule by which they run if a step says no other: a name, "auto" for the fastest
-    that is found for the `costs` of the stages and takes no more memory than the thriftiest named one, or a user's own.
+    that is found for the `costs` of the stages, in no more memory than the named one that needs the least; or a user's
+    own.
     """
 
     placement: Placement

@@ -27,7 +27,7 @@ def boundaries(region: Region, spans: Mapping[str, Sequence[int]], count: int) -
     arithmetic, two tensors would cross instead of one. A parameter that lies on both sides, such as a tied embedding,
     holds the boundary at neither.
 
-    Raises `ValueError` where parameters are read in another order than their stages.
+    Raises `ValueError` where parameters are not read in the order of their stages.
     """
     across, reads = bytes_across(region), reads_of(region)
     found = [0]

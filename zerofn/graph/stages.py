@@ -58,7 +58,7 @@ class Stages:
     body -> stages that have a term of it. `alike`: results that all stages have. `buffers`: input that the forward pass
     writes to -> the stage that does.
 
-    Raises `ValueError` where parameters are read in another order than their stages, or where memory that is written is
+    Raises `ValueError` where parameters are not read in the order of their stages, or where memory that is written is
     of several stages.
     """
 

@@ -68,8 +68,8 @@ class Live:
         """Return a parameter's value, which is the same tensor until `settle`. All ranks must ask."""
         if self._in_step:
             raise RuntimeError(
-                f"{type(self.module).__name__}: the step reads the parameter {name!r} from another place than its "
-                "module, such as a list that was made before. Read it as an attribute of its module."
+                f"{type(self.module).__name__}: the step reads the parameter {name!r} from somewhere other than "
+                "its module, such as a list that was made before. Read it as an attribute of its module."
             )
         if name not in self._values:
             with torch.no_grad(), torch.inference_mode(False), zerofn.because(self._alone(name)):

@@ -38,7 +38,7 @@ def places_of(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
 
 
 def check_same_model(module: nn.Module, params: Any) -> None:
-    """Raise `ValueError` if a state has parameters of another model than the module, whose values it is to have."""
+    """Raise `ValueError` if a state's parameters are not those of the module that is to get their values."""
     wanted = {name: tuple(p.shape) for name, p in module.named_parameters()}
     leaves = [leaf for unit in params.layout.units for leaf in unit.leaves]
     given = {leaf.name: leaf.whole for leaf in leaves}

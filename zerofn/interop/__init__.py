@@ -5,8 +5,8 @@ checkpoints, and `load_dcp` and `export_dcp` those of FSDP2 and torchtitan. `hf_
 Hugging Face config.json.
 
 Keys of DeepSpeed are data (`deepspeed_keys.json`). A row says what becomes of a key: mapped, decided without a knob,
-without meaning, or refused. A key in no row is an error with the nearest name. So is a value of another kind than its
-row's, even if the key has no effect.
+without meaning, or refused. A key in no row is an error with the nearest name. So is a value that is
+not of its row's kind, even if the key has no effect.
 
 Invariants:
 

@@ -161,12 +161,12 @@ class Section:
         """A text, or None where it is not there. Raises `ValueError` for anything else."""
         value = self.values.get(name)
         if value is not None and (not isinstance(value, str) or not value):
-            raise ValueError(f"{WHERE}: {self._of(name)}: expected a text, got {shown(value)}.")
+            raise ValueError(f"{WHERE}: {self._of(name)}: expected a string, got {shown(value)}.")
         return value
 
     def of_kind(self, name: str, kind: str, default: Any) -> None:
-        """Raise `ValueError` for a value of another kind than a key's; see `Key.kind`. Numbers are from 0 on, unless
-        the `default` is below.
+        """Raise `ValueError` unless a value is of its key's kind; see `Key.kind`. Numbers are at least 0, unless the
+        `default` is negative.
         """
         if kind in ("whole", "number"):
             self.number(name, None, min(0, default or 0), kind == "whole")

@@ -83,7 +83,7 @@ def check_values(value: Any, shape: Any, what: str, at: str = "") -> None:
         for k, x in enumerate(value):
             check_values(x, shape.of, what, f"{at}[{k}]")
     elif isinstance(shape, Named | Numbered):
-        key, kind = ("a text", str) if isinstance(shape, Named) else ("a whole number", int)
+        key, kind = ("a string", str) if isinstance(shape, Named) else ("a whole number", int)
         _check(isinstance(value, Mapping), "a dict", value, what, at)
         for name, x in value.items():
             _check(isinstance(name, kind), f"{key} as a key", name, what, at)

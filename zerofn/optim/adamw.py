@@ -38,7 +38,7 @@ def adamw(
 
     `mask(leaf) -> bool`: whether a leaf decays; by default all do. `lr_scale(leaf) -> float`: a factor of the
     leaf's learning rate. `moments`: the format of m and v. None is the parameters' dtype: 8 bytes a parameter for
-    both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale for 256
+    both, if that is float32. "bf16" takes 4 bytes. "8bit" and "fp8" (e4m3 for m, e5m2 for v) have one scale per 256
     elements, take 2.03 bytes and need a float32 master; "fp8" has no kernel, so torch's operations update it, more
     slowly. Raises `ValueError` for hyperparameters out of range.
 

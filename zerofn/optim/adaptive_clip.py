@@ -62,8 +62,8 @@ def _kept(name: str, shape: tuple[int, ...], axes: tuple[int, ...] | None) -> Ke
         return tuple(d == 0 and not one for d in range(ndim))
     if any(not -ndim <= d < ndim for d in axes):
         raise ValueError(
-            f"adaptive_grad_clip: axis={axes} is a dim that leaf {name!r} of shape {list(shape)} does not have. Leave "
-            "axis out, or select the leaves that have this dim: optim.masked(adaptive_grad_clip(...), mask)."
+            f"adaptive_grad_clip: axis={axes} has a dim that leaf {name!r} of shape {list(shape)} does not have. Leave "
+            "axis out, or select the leaves that have these dims: optim.masked(adaptive_grad_clip(...), mask)."
         )
     over = {d % ndim for d in axes}
     return tuple(d not in over for d in range(ndim))

@@ -19,9 +19,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     """Apply `transformations` one after the other (optax.chain).
 
     The state is the tuple of their states. If the last one updates the parameters itself, as `adamw` does, it runs
-    fused: one pass over memory, which also multiplies by the scalars of those before it, such as that of
+    fused. One pass over memory then also applies scalar factors of earlier transformations, such as the factor of
     `clip_by_global_norm`. Raises `TypeError` for an argument that is not a transformation, and `ValueError` if any
-    transformation but the last stores its moments in another format than the parameters' dtype (`moments=`): such
+    transformation but the last stores its moments in a format other than the parameters' dtype (`moments=`): such
     moments are rounded stochastically, which only a fused update does.
 
     >>> from zerofn import optim

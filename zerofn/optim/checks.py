@@ -126,8 +126,8 @@ def alone_in_chain(transformations: Sequence[GradientTransformation]) -> None:
         if odd is not None:
             raise ValueError(
                 f"chain: {odd!r} cannot come before {value!r}, which averages gradients over ranks itself: each rank "
-                "would change its own gradients differently. Before it, only transformations that multiply all "
-                "gradients by one number may stand, such as optim.clip_by_global_norm."
+                "would change its own gradients differently. Before it, use only transformations that multiply "
+                "all gradients by one number, such as optim.clip_by_global_norm."
             )
 
 

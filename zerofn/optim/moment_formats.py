@@ -34,7 +34,7 @@ def check(where: str, moments: str | None) -> None:
 
 
 def in_format(tx: Any) -> bool:
-    """Return whether a transformation, or one inside it, stores moments in another format than None."""
+    """Return whether a transformation, or one inside it, stores moments in a format other than None."""
     todo = [tx.init({})]
     while todo:
         x = todo.pop()

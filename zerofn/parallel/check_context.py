@@ -106,7 +106,7 @@ class _Check:
             self._rows()
             (self._plain,) = on_ranks(1, lambda _: self._run(copy.deepcopy(self._twin), {"input_ids": self._ids}))
             if not self._plain.out.isfinite().all():
-                raise NoTwin("the small model's outputs are not finite")
+                raise NoTwin("the small model's outputs have NaN or inf")
         except NotPerToken:
             raise
         except NoTwin as error:
@@ -197,14 +197,14 @@ class _Check:
             )
         if not (off := difference(whole.out, self._plain.out)) <= LIMIT:  # also where it is no number
             return (
-                "needs another attention than full or causal attention: with these, its outputs on a whole row are "
-                f"off by {off:.1g} of the largest. Use other axes."
+                "needs a kind of attention that is neither full nor causal: with these two, its outputs on a whole row "
+                f"are off by {off:.1g} of the largest. Use other axes."
             )
         each = [Chunks.early_and_late(self._parts).part(self._plain.out, rank, 1) for rank in range(self._parts)]
         off = max(difference(x.out, y) for x, y in zip(found, each, strict=True))
         if not off <= LIMIT:
             return (
-                f"computes other values on parts of rows: its outputs are off by {off:.1g} of the largest of whole "
+                f"computes different values on parts of rows: its outputs are off by {off:.1g} of the largest of whole "
                 "rows. Its tokens interact outside attention, or its positions do not count from 0. Use other axes."
             )
         total = {name: torch.stack([one.grads[name] for one in found]).sum(0) for name in self._plain.grads}

@@ -42,7 +42,7 @@ class _Right:
 def check_plan(
     model: Any, axis: Axis, plan: Mapping[str, Any], attributes: Attributes | None, cut: Callable[..., dict[str, Cut]]
 ) -> None:
-    """Raise `ValueError` if a model that is sliced by a plan computes other values than the whole model.
+    """Raise `ValueError` if a model that is sliced by a plan computes different values from the whole model.
 
     `cut`: `tensor`, which lets a model compute with a rank's slices. If no small twin can be made, nothing is tested,
     and the log says so.
@@ -64,7 +64,7 @@ def check_plan(
         )
         return
     if wrong:
-        raise ValueError(f"tensor: sliced by this plan, {name} computes other values: {wrong}")
+        raise ValueError(f"tensor: sliced by this plan, {name} computes different values: {wrong}")
     if key is not None:
         the(_Right).plans.add(key)
 
@@ -78,7 +78,7 @@ def _wrong(
     inputs = inputs_of(twin, 8 * parts)
     (whole,) = on_ranks(1, lambda _: _run(copy.deepcopy(twin), inputs))
     if not all(x.isfinite().all() for x in whole.outs):
-        raise NoTwin("the small model's outputs are not finite")
+        raise NoTwin("the small model's outputs have NaN or inf")
     meshes = [mesh_of(axis, parts, rank) for rank in range(parts)]
     models = [copy.deepcopy(twin) for _ in meshes]
     cuts = [cut(one, mesh) for one, mesh in zip(models, meshes, strict=True)]

@@ -16,11 +16,11 @@ from ..util.arguments import known_fields
 @known_fields
 @dataclass(frozen=True)
 class Chunks:
-    """Which chunks of a row each rank has. All chunks have equally many tokens, and are numbered in order.
+    """Which chunks of a row each rank has. All chunks have the same number of tokens, and are numbered in order.
 
-    `of`: the indices of each rank's chunks, ascending, equally many for all ranks. `early_and_late` and `in_order` make
-    the usual ones; `balanced_chunks` chooses by a layout of attention. Raises `ValueError` unless each chunk occurs
-    exactly once.
+    `of`: the indices of each rank's chunks, ascending, the same number for all ranks. `early_and_late` and `in_order`
+    make the usual ones; `balanced_chunks` chooses by a layout of attention. Raises `ValueError` unless each chunk
+    occurs exactly once.
 
     >>> Chunks(((0, 3), (1, 2))) == Chunks.early_and_late(2)
     True
@@ -33,8 +33,8 @@ class Chunks:
         named = sorted(itertools.chain.from_iterable(self.of))
         if not named or named != list(range(len(named))) or len({len(mine) for mine in self.of}) != 1:
             raise ValueError(
-                "Chunks: all ranks must have equally many chunks, and each number from 0 on must occur once, got "
-                f"{self.of}."
+                "Chunks: all ranks must have the same number of chunks, and together have each chunk from 0 on exactly "
+                f"once, got {self.of}."
             )
         if any(sorted(mine) != list(mine) for mine in self.of):
             raise ValueError(f"Chunks: a rank's chunks must be in ascending order, got {self.of}.")

@@ -77,8 +77,8 @@ def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunk
     outputs and gradients must be equal to 1e-6. If no small model can be made, the log says so.
 
     Raises `TypeError` for anything but a decoder or encoder of transformers. Raises `ValueError` for a mesh without the
-    axis, for a second call, for a model that computes other values on parts, for heads that ranks cannot divide, and,
-    when the model is called, for a batch that was not split by `split_sequence`.
+    axis, for a second call, for a model that computes different values on parts, for heads that ranks cannot divide,
+    and, when the model is called, for a batch that was not split by `split_sequence`.
     """
     axis = mesh.axis(CONTEXT)
     name = type(model).__name__

@@ -76,25 +76,27 @@ def pipe(
         state = zerofn.shard(init_state, mesh=mesh, cuts=cuts)
         step = zerofn.compile(train_step)  # accumulates over microbatches: zerofn.accumulate(vg, 16)(batch)
 
-    `pipe` captures one microbatch of `loss_fn(params, batch)`, without computing anything; `params` are the
-    named parameters of `model`; the model may be a skeleton. The embedding, each block, and the final norm with the LM
-    head are *parts*, which no boundary splits. Parts are spread so that ranks have equal work. If the model has a
-    `pp_plan`, as transformers' models do, the modules that the plan names are the parts: each item of a `ModuleList` is
-    a part, everything that is read before the first list is a part, and so is everything that is read after the last. A
+    `pipe` captures one microbatch of `loss_fn(params, batch)`, without computing anything; `params` are the parameters
+    of `model` by name; the model may be a skeleton. The embedding, each block, and the final norm with the LM head are
+    *parts*, which no boundary splits. Parts are spread so that ranks have equal work. If the model has a `pp_plan`, as
+    transformers' models do, the modules that the plan names are the parts: each item of a `ModuleList` is a part,
+    everything that is read before the first list is a part, and so is everything that is read after the last. A
     parameter that several stages read, such as a tied embedding, lies on each of them.
 
-    `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage per rank, in a line), "interleaved" or "interleaved-zb"
-    (`chunks` stages per rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements of stages and
-    orders of actions. Among the named schedules for the same stages, one needs the least memory for the backward pass.
-    "auto" chooses the fastest schedule in which no rank needs more than that. A schedule of your own is a
-    `zerofn.schedules.Schedule`, or a list of actions for each rank, such as [["0F0", "0B0"], ["1F0", "1B0"]];
-    `Schedule.from_csv` reads the text that torch.distributed.pipelining writes. `stages`: the part, unit or leaf with
-    which each stage after the first begins; by default ZeroFn balances the stages. `microbatches`: the number to choose
-    a schedule for; the step may have another number. `cuts`: those of other axes, such as the result of
-    `zerofn.parallel.tensor`; the result includes them. `precision`: as for `shard`. In bfloat16 products take at most
-    half of their float32 time, so the embedding and norms have a larger share. `machine`: the machine whose costs are
-    used, a name as for `plan`; by default a typical machine, with GPUs if this process has one. All ranks use the first
-    rank's costs.
+    - `schedule`: "gpipe", "1f1b" or "zb-h1" (one stage per rank, in a line), "interleaved" or "interleaved-zb"
+      (`chunks` stages per rank, in a loop), "zbv" (two, in a V), or "auto". "auto" simulates placements of stages and
+      orders of actions, and chooses the fastest within a limit on memory: no rank stores more for the backward pass
+      than the worst rank does under the named schedule that needs the least memory for the same stages. A schedule of
+      your own is a `zerofn.schedules.Schedule`, or a list of actions for each rank, such as [["0F0", "0B0"], ["1F0",
+      "1B0"]]; `Schedule.from_csv` reads the text that torch.distributed.pipelining writes.
+    - `stages`: the part, unit or leaf with which each stage after the first begins; by default ZeroFn balances the
+      stages.
+    - `microbatches`: the number to choose a schedule for; the step may have another number.
+    - `cuts`: those of other axes, such as the result of `zerofn.parallel.tensor`; the result includes them.
+    - `precision`: as for `shard`. It changes how stages are balanced: bfloat16 at least halves the time of matrix
+      products, so the embedding and norms take a larger share of a step.
+    - `machine`: the machine whose costs are used, a name as for `plan`; by default a typical machine, with GPUs if this
+      process has one. All ranks use the first rank's costs.
 
     Raises `ValueError` for a mesh without the axis, for more stages than parts, for an unknown name, for a schedule
     that cannot run, for a `pp_plan` that names no module, and for a loss function that does not read parameters in a

@@ -29,7 +29,7 @@ def is_transposed(part: nn.Module) -> bool:
 
 
 def check_module(name: str, part: nn.Module, how: Slice, key: str) -> None:
-    """Raise `ValueError` if a module is of another kind than its entry in the plan, `plan[key]`, can slice."""
+    """Raise `ValueError` if a module is of a kind that its entry in the plan, `plan[key]`, cannot slice."""
     kind, weight = type(part).__name__, part._parameters.get("weight")
     if how.dim is None or how.kind not in ("linear", "embedding"):
         return

@@ -44,7 +44,8 @@ def pp_plan_of(model: nn.Module) -> PpPlan | None:
                 hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
                     f"pipe: the pp_plan of {type(owner).__name__} names {name!r}, but the model has no such "
-                    f"module{hint} Correct model.pp_plan, a dict whose keys are the names of the modules in stages."
+                    f"module{hint} Correct model.pp_plan, a dict whose keys are the names of the modules to split "
+                    "into stages."
                 )
             (lists if isinstance(there[name], nn.ModuleList) else modules).append(f"{path}{name}.")
     return PpPlan(tuple(lists), tuple(modules)) if lists or modules else None

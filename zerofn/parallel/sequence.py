@@ -26,7 +26,7 @@ def split_sequence(
     ranks of the axis must pass the same rows. With n ranks along `context`, S must be a multiple of 2n: each row is cut
     into 2n chunks, and rank r gets the chunks r and 2n - 1 - r, so that all ranks have equal work under a causal mask.
     `shift`: whether the label of a token is that of the next token; labels are shifted before the split. `chunks`:
-    another way to distribute chunks (`balanced_chunks`), whose number of chunks divides S. Pass the same chunks to
+    another way to distribute chunks (`balanced_chunks`); its number of chunks must divide S. Pass the same chunks to
     `attention` or `context`.
 
     -> the rank's parts [B, S / n], and with them

@@ -62,7 +62,7 @@ def tensor(
 
     Raises `ValueError` for a mesh without the axis, for a model without a plan, for an entry that matches nothing, for
     an unknown word, for a parameter that several modules share and the plan slices for only some of them, for heads
-    that ranks cannot divide, and for a plan with which the model computes other values.
+    that ranks cannot divide, and for a plan with which the model computes different values.
     """
     axis, own = mesh.axis(TENSOR), getattr(model, "tp_plan", None) or {}
     if plan is None:

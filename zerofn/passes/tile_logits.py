@@ -47,8 +47,8 @@ class Head(NamedTuple):
 def tile_logits(gm: GraphModule, context: Context) -> None:
     """Replace the heads that a decision about memory names by operations that have a tile of logits at a time.
 
-    The bits are those of whole logits: no sum is cut. The operations compute logits three times, once more for the
-    gradient of the tokens, and once more for that of the head. The memory search makes the choice.
+    The bits are those of whole logits: no sum is cut. The operations compute logits three times: for the loss, for the
+    gradient of the head's input, and for that of its weight. The memory search makes the choice.
     """
     if context.choice.tiled:
         for name, head in heads_of(gm.graph).items():

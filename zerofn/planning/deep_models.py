@@ -74,7 +74,7 @@ class Estimator:
 
     def _device(self, few: Memory, more: Memory) -> int:
         """Return the bytes of the peak. The peak is where most activations or most gradients wait, or at the end. Each
-        of these moments grows by itself, so with many layers the peak may be at another moment than with few.
+        of these moments grows by itself, so with many layers the peak may be at a different moment than with few.
         """
         pairs = zip(_moments(few), _moments(more), strict=True)
         grown = [self._at_depth(a - few.static_buffers, b - more.static_buffers) for a, b in pairs]

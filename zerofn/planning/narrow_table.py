@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from ..comm.axes import KINDS as KINDS_OF_AXES
-from ..cost.simulator import COMPUTE
+from ..cost.simulator import limit_in_words
 from ..graph.liveness import KINDS
 from ..util.sizes import in_words, time_in_words
 from .plan_row import Config, Row, along, in_short
@@ -57,8 +57,9 @@ def details_of(row: Row) -> list[str]:
     out = [f"{name}, bytes at the peak: {peak}"] if peak else []
     if row.pipelined is not None:
         out.append(f"pipeline: {row.pipelined}")
-    sent, limit = along(row.sent), "compute-bound" if row.bound == COMPUTE else f"bound by {row.bound}"
-    return [*out, f"a rank sends {sent or 'nothing'} a step; {limit}"] if row.bound else out
+    if not row.bound:
+        return out
+    return [*out, f"a rank sends {along(row.sent) or 'nothing'} a step; {limit_in_words(row.bound)}"]
 
 
 def remat_in_words(rows: Iterable[Row]) -> list[str]:

@@ -17,7 +17,7 @@ from .._torch_compat import OpOverload
 from ..cost.machine import Machine, machine_of
 from ..cost.op_cost import SENT, Flops, Traffic, flops_of_step, moved, traffic
 from ..cost.op_timer import measured
-from ..cost.simulator import Timeline
+from ..cost.simulator import Timeline, limit_in_words
 from ..dry_run.fake_machine import FakeMachine
 from ..graph.liveness import Live, Moment, moments
 from ..graph.nested import graphs_of
@@ -245,7 +245,9 @@ class Plan:
         if self.machine is not None:
             time = self.timeline()
             busy = ", ".join(f"{lane} {time.busy[lane]:.3g}" for lane in sorted(time.busy, key=lambda x: -time.busy[x]))
-            lines.append(f"  a step on {self.machine.name}: {time.seconds:.3g} s, bound by {time.bound} (s: {busy})")
+            lines.append(
+                f"  a step on {self.machine.name}: {time.seconds:.3g} s, {limit_in_words(time.bound)} (s: {busy})"
+            )
             if (mfu := self.mfu) is not None:
                 lines.append(f"    {self.flops.model / time.seconds / 1e12:.3g} TFLOP/s a rank, MFU {mfu:.1%}")
             if self.break_even is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..comm.axes import USUAL, kind_of
 from ..cost.machine import Machine
+from ..cost.simulator import limit_in_words
 from ..graph.liveness import Live
 from ..util.sizes import in_words, time_in_words
 from .plan import Plan
@@ -132,8 +133,8 @@ class Estimate(NamedTuple):
 
 
 class OtherKind(NamedTuple):
-    """Steps of another kind than a row's: `number` of the first `until` steps. `name`: the kind's name; `row`: its own
-    row.
+    """Steps of a kind that the row does not describe: `number` of the first `until` steps. `name`: the kind's name;
+    `row`: its own row.
     """
 
     name: str
@@ -146,7 +147,8 @@ class OtherKind(NamedTuple):
         head = f"{self.name}, {number}the first {self.until:,} steps"
         if row is None or not row.bound:
             return f"{head}: {'not planned' if row is None else row.lacks}"
-        told = f"{time_in_words(row.seconds)} a step, bound by {row.bound}, {in_words(row.needs.device)} at its peak"
+        took = f"{time_in_words(row.seconds)} a step, {limit_in_words(row.bound)}"
+        told = f"{took}, {in_words(row.needs.device)} at the peak"
         return f"{head}: {told}; sent: {along(row.sent) or 'nothing'}"
 
 
@@ -355,7 +357,7 @@ class Row:
         if not self.bound:
             return f"{c.label()}: more than {self.needs}; {self.lacks}"
         about = "about " if self.plan is None else ""
-        took = f"{time_in_words(self.seconds)} a step, bound by {self.bound}, {self.rate}"
+        took = f"{time_in_words(self.seconds)} a step, {limit_in_words(self.bound)}, {self.rate}"
         return f"{c.label()}: {about}{self.needs}; {took}; {self.lacks or 'fits'}"
 
 

@@ -51,7 +51,7 @@ def plan(
 ) -> Table:
     """Plan `train_step(state, batch)` for all requested combinations of options. The recommended row is `Table.best`.
 
-    It captures your step on tensors without memory: it reads and sends nothing, and needs neither ranks nor devices.
+    Your step is captured on tensors without memory: nothing is read or sent, and neither ranks nor devices are needed.
 
     - `init_state`, `unit`, `hpz`: as for `shard`.
     - `batch`: one rank's batch, of tensors with or without memory; `rows` replaces its size in dim 0.
@@ -60,7 +60,7 @@ def plan(
     - `machine`: "H100-8", or "8 x H100-8" for several nodes; a file from `zerofn profile`; or a `zerofn.Machine`.
     - `stage`, `offload`, `precision`, `remat`, `wire`: an argument of `shard` or `compile`, or a list; "all" (not for
       `wire`) tries all values that make a difference. `remat="budget"` is `compile(memory=...)` with all memory.
-    - `memory`: bytes of a device, or a text such as "24GiB", instead of the machine's; 1 GiB of it goes to CUDA.
+    - `memory`: bytes of a device, or a string such as "24GiB", instead of the machine's; 1 GiB of it goes to CUDA.
 
     To slice a model over `tensor`, make it for a planned mesh, and pass its cuts:
 

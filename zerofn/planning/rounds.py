@@ -163,8 +163,8 @@ class TimedRounds(NamedTuple):
         inner = " and ".join(f"{in_words(n)} along {name}" for name, n in rounds.inner.items() if n) or "nothing"
         return (
             f"replicas meet every {rounds.every} steps: an inner step takes {time_in_words(self.inner)} and sends "
-            f"{inner}, replicas {in_words(rounds.between)} along {rounds.axis} in a round; a step takes {means}. From "
-            f"every={self.least_every} on that link does not bound"
+            f"{inner}, replicas {in_words(rounds.between)} along {rounds.axis} in a round; a step takes {means}. With "
+            f"every={self.least_every} or more, the link between replicas is not the bottleneck"
         )
 
     def json(self) -> dict[str, Any]:

@@ -58,7 +58,8 @@ def stages_of_step(
     loops = captured_loops(train_step, state, batch, mesh, given, precision=precision)
     if len(loops) != 1:
         raise ValueError(
-            f"pipe: expected a step that computes gradients once, but this step computes them {len(loops)} times. Pass "
+            f"pipe: the step computes gradients {len(loops)} times, but a plan can split a model into stages only if "
+            "the step computes them once. Split it yourself: pass "
             "cuts=zerofn.parallel.pipe(model, mesh, loss_fn, batch)."
         )
     asked = Asked(AUTO, None, None, loops[0].call.rounds)

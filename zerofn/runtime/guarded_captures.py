@@ -217,7 +217,7 @@ class Captures:
         return entry
 
     def check(self, again: Callable[[bool], Outline] | None) -> None:
-        """Raise `StaleCapture` if a capture made now is another graph than the one in use. All ranks must call it,
+        """Raise `StaleCapture` if a capture made now differs from the graph in use. All ranks must call it,
         with None where it was captured just now.
         """
 

@@ -43,7 +43,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Return the action of a text such as "2F0": stage, kind, microbatch. Raises `ValueError` for another one."""
+        """Return the action of a string such as "2F0": stage, kind, microbatch. Raises `ValueError` for any other."""
         found = _COMPUTED.fullmatch(text.strip())
         if not found:
             raise ValueError(

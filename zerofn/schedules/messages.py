@@ -4,9 +4,9 @@ All messages from one rank to another are a *channel*. Its transfers follow each
 receiver are both there, and the next one begins after that. So both ends have to post them in one order, which is that
 of the sends. A rank then receives some values before it needs them.
 
-Received where they are used instead, the messages of many schedules are posted in another order than they are sent: in
-a V a rank sends its neighbour activations of one chunk and gradients of the other. Both ranks then wait for ever.
-(gloo, which buffers what is sent, hides that.)
+Received where they are used instead, the messages of many schedules are posted in a different order from that of the
+sends: in a V a rank sends its neighbour activations of one chunk and gradients of the other. Both ranks then wait for
+ever. (gloo, which buffers what is sent, hides that.)
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ def _of_plan(plan: Any, asked: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     found = [(x.kind.name, x.size) for x in mesh.axes if x.size > 1]
     if [x for x in wanted.items() if x[1] > 1] != found:
         raise ValueError(
-            f"shard: the plan recommends a different mesh than {mesh}. Write "
+            f"shard: the plan recommends a different mesh from {mesh}. Write "
             f"mesh=zerofn.Mesh.make({', '.join(f'{name}={size}' for name, size in wanted.items())})."
         )
     log.info("shard(stage='auto'): %s", plan.best.config.call())
@@ -295,8 +295,8 @@ def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] 
 
     Every rank gets the result; with `rank`, only this rank gets it, and the others get None for each `Sharded`. `only`:
     a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
-    call it. In addition to the result, at most one unit is in memory; if its leaves are sliced over `tensor` or
-    `expert`, at most three times the size of its slices. Raises `ValueError`, on every rank and before anything is
+    call it. In addition to the result, at most one unit is in memory; for a unit whose leaves are sliced over `tensor`
+    or `expert`, up to three times the size of its slices. Raises `ValueError`, on every rank and before anything is
     sent, if `rank` does not exist.
 
     >>> state = shard({"params": {"w": torch.ones(2)}}, stage=3)

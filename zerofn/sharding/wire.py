@@ -205,7 +205,7 @@ def hashable(wire: Any) -> Any:
 
 
 def wire_of(wire: Any) -> Wire | None:
-    """Return a `Wire` for a word, a text such as "gather=int8,reduce=fp8", a `Wire` or None."""
+    """Return a `Wire` for a word, a string such as "gather=int8,reduce=fp8", a `Wire` or None."""
     if wire is None or isinstance(wire, Wire):
         return wire
     if not isinstance(wire, str):
@@ -229,7 +229,7 @@ def wire_of(wire: Any) -> Wire | None:
 
 
 def _as_written(text: str) -> Wire:
-    """Return the `Wire` of a text "gather=int8,reduce=int4,feedback=true", as command lines have it."""
+    """Return the `Wire` of a string "gather=int8,reduce=int4,feedback=true", as command lines have it."""
     found: dict[str, Any] = {}
     known = [x.name for x in fields(Wire)]
     for part in text.split(","):

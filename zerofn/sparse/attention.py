@@ -121,8 +121,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
         )
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            "sparse.attention: the number of heads of queries must be a multiple of the number of heads "
-            f"of keys; got {q.shape[1]} and {k.shape[1]}."
+            "sparse.attention: the number of query heads must be a multiple of the number of key heads; "
+            f"got {q.shape[1]} and {k.shape[1]}."
         )
     if not 0 <= dropout < 1:
         raise ValueError(f"sparse.attention: dropout={dropout} must be at least 0 and less than 1.")

@@ -145,8 +145,8 @@ class _Forward:
         apart = "query" in given and "key" in given and given["query"] is not given["key"]
         if apart or any(given.get(name) is not None for name in _OTHER_ROWS):
             raise ValueError(
-                f"{self._where()} attends to other rows than its own (cross attention), and a layout is for rows that "
-                "attend to themselves. Leave this layer out of layers=."
+                f"{self._where()} attends to rows other than its own (cross attention), but a layout is for "
+                "self-attention. Leave this layer out of layers=."
             )
 
     def _where(self) -> str:

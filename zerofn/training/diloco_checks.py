@@ -33,8 +33,8 @@ def check_arguments(outer: Any, every: int, after: int, fragments: int, tau: int
         raise ValueError(f"diloco: every={every} must be 1 or more inner steps. Write every=100, for example.")
     if every == 1 and tau:
         raise ValueError(
-            "diloco: with every=1 replicas average after each step, so no step remains that could hide a transfer, as "
-            f"tau={tau} asks. Write tau=0, or every=100, for example."
+            "diloco: with every=1 replicas average after each step, so there is no further step during which a "
+            f"transfer could run, but tau={tau} asks for one. Write tau=0, or every=100, for example."
         )
     if after < 0:
         raise ValueError(

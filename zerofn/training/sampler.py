@@ -19,10 +19,11 @@ def sampler(
 ) -> DistributedSampler[Any]:
     """Return the sampler of this rank's rows, for a `DataLoader`.
 
-    `dataset`: has a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the mesh that the
-    process made before, or else all ranks. Ranks along `replicate`, `data` and `expert` get different rows; ranks along
-    `tensor`, `context` and `pipe` get the same rows, in the same order. All ranks get equally many rows; rows that
-    remain are dropped. `shuffle`: whether rows are shuffled in each epoch, by `seed` and `sampler.set_epoch(epoch)`.
+    `dataset`: an object with a length, the same on all ranks. `mesh`: a `zerofn.Mesh` or a `DeviceMesh`; None is the
+    mesh that the process made before, or else all ranks. Ranks along `replicate`, `data` and `expert` get different
+    rows; ranks along `tensor`, `context` and `pipe` get the same rows, in the same order. All ranks get the same number
+    of rows; rows that remain are dropped. `shuffle`: whether rows are shuffled in each epoch, by `seed` and
+    `sampler.set_epoch(epoch)`.
 
     Raises `ValueError` if the dataset has fewer rows than ranks need, and, without `mesh`, if the process has several
     meshes that would give this rank different rows.

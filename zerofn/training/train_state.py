@@ -338,8 +338,9 @@ def _check_formats(opt_state: Any) -> None:
             moments = getattr(node, field)
             if is_sharded(moments) and any(x.codec != codec for x in moments.storages):
                 raise ValueError(
-                    f"TrainState.replace: the new tx stores its moments {field!r}{codec.note}, and only zerofn.shard "
-                    f"can convert them. {_ANEW.format(tx='tx', frozen='state.frozen')}"
+                    f"TrainState.replace: the new tx stores its moments {field!r}{codec.note}, in a format that is not "
+                    "the state's, and only zerofn.shard can convert them. "
+                    f"{_ANEW.format(tx='tx', frozen='state.frozen')}"
                 )
 
 

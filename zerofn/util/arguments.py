@@ -58,7 +58,7 @@ _KINDS: dict[str, _What] = {
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
     "int": ("a whole number", _is_whole),
     "float": ("a number", _is_number),
-    "str": ("a text", lambda x: isinstance(x, str)),
+    "str": ("a string", lambda x: isinstance(x, str)),
     "os.PathLike": ("a path", _is_path),
     "Path": ("a path", _is_path),
     "Tensor": ("a tensor", lambda x: isinstance(x, torch.Tensor)),
@@ -193,7 +193,7 @@ def _kind_of(annotation: Any, known: Mapping[str, _What]) -> _Kind | None:
         return None
     kinds = dict.fromkeys(x for x in found if x is not None)
     if any(words in _TEXTS for words, _ in kinds):  # which a text may be, and not every text is
-        kinds = {x: None for x in kinds if x[0] != "a text"}
+        kinds = {x: None for x in kinds if x[0] != "a string"}
     words = [x for x, _ in kinds]
     return _Kind(" or ".join(filter(None, (", ".join(words[:-1]), words[-1]))), tuple(holds for _, holds in kinds))
 

@@ -12,7 +12,7 @@ _UNITS = {
 
 
 def num_bytes(given: int | str) -> int:
-    """Bytes, of a number of them or of a text such as "24GiB" or "500 MB".
+    """Bytes, of a number of them or of a string such as "24GiB" or "500 MB".
 
     Raises `ValueError`/`TypeError` for anything else.
 

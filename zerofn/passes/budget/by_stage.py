@@ -88,7 +88,7 @@ class _Search:
         return len(self._drops)
 
     def choices(self, dropped: int, hoisted: int) -> list[Choice]:
-        """Return the decisions with these numbers of drops and hoists."""
+        """Return the decisions with the first `dropped` drops and `hoisted` hoists."""
         drops, hoists = self._drops[:dropped], self._hoists[:hoisted]
         return [
             Choice(
