@@ -158,8 +158,8 @@ def _trace(tracer: Callable[..., GraphModule], inputs: list[Tensor]) -> GraphMod
                 raise CaptureError(_forward_mode(error)).with_traceback(error.__traceback__) from None
             raise
     log.info(
-        "the step was traced with torch.compiler.is_compiling() true, so that libraries may choose another algorithm. "
-        "Traced without, it failed with: %s",
+        "the step was traced with torch.compiler.is_compiling() true, so libraries may choose a different algorithm. "
+        "Without this, tracing failed with: %s",
         why,
     )
     return gm

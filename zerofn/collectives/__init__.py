@@ -175,7 +175,8 @@ def mean(x: Tensor, like: Any = None) -> Tensor:
     the parameters with which it was computed, or their mesh; None is the current mesh, see the module.
 
     -> [...] in the dtype of `x`, integers in torch's default dtype; the same on all ranks that computed `x` alike.
-    Ranks count equally. If their numbers of tokens differ, divide the `all_reduce` of sums by that of the numbers.
+    Ranks count equally: if they have different numbers of tokens, divide the `all_reduce` of their sums by the
+    `all_reduce` of their numbers of tokens.
     Differentiable in `value_and_grad`. All ranks must call it. Raises `ValueError` where it is not clear which mesh is
     meant, and for a `like` without a `Sharded`.
 
@@ -242,8 +243,8 @@ def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
     `x` [size, ...]: any dtype, with the same shape and dtype on all ranks, a row for each rank of the axis. `axis`: see
     `all_gather`.
 
-    -> [size, ...] in the dtype and on the device of `x`: row r is what came from rank r. With one rank, a view of `x`.
-    Transpose: itself. Raises `ValueError` for another number of rows and for an axis that does not exist.
+    -> [size, ...] in the dtype and on the device of `x`: row r comes from rank r. With one rank, a view of `x`.
+    Transpose: itself. Raises `ValueError` for a wrong number of rows and for an axis that does not exist.
 
     >>> all_to_all(torch.tensor([[1, 2]]))
     tensor([[1, 2]])
@@ -259,7 +260,7 @@ def all_to_all(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 
 @checked()
 def permute(x: Tensor, sources: Sequence[int], axis: str | Axis | None = None) -> Tensor:
-    """Hand each rank another rank's `x`: rank r receives what rank `sources[r]` holds.
+    """Send each rank another rank's `x`: rank r receives the `x` of rank `sources[r]`.
 
     `x` [...]: any dtype, with the same shape and dtype on all ranks. `sources`: the ranks of the axis, each once, the
     same on all ranks. `axis`: see `all_gather`.

@@ -116,7 +116,7 @@ class Machine:
     @staticmethod
     @checked()
     def load(path: str | os.PathLike[str]) -> Machine:
-        """Read a machine that `save` wrote. Raises `ValueError` for another file."""
+        """Read a machine that `save` wrote. Raises `ValueError` for any other file."""
         try:
             return Machine.from_json(Path(path).read_text())
         except (TypeError, ValueError) as error:

@@ -28,7 +28,7 @@ def gumbel(logits: Tensor, key: Tensor | None = None) -> Tensor:
     these draws depend on the step's key, as those of dropout do.
 
     -> Gumbel(0, 1) draws, in the shape, dtype and on the device of `logits` (Gumbel-max trick; DeepSpeed's RSample).
-    Raises `TypeError` for a key of another kind.
+    Raises `TypeError` for anything but a key.
 
     >>> import zerofn
     >>> gumbel(torch.zeros(2, 3), zerofn.random.key(0)).shape
@@ -43,7 +43,7 @@ def jitter(x: Tensor, key: Tensor | None = None, epsilon: float = 1e-2) -> Tenso
     """Return `x` times uniform draws from [1 - epsilon, 1 + epsilon): the input of a gate (Switch Transformers).
 
     `x` [...]: floating. `key`: see `gumbel`. Raises `ValueError` unless 0 <= epsilon < 1, and `TypeError`
-    for a key of another kind.
+    for anything but a key.
 
     >>> import zerofn
     >>> jitter(torch.ones(2), zerofn.random.key(0), epsilon=0.0)

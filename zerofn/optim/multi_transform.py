@@ -40,7 +40,7 @@ def multi_transform(
 
     If only learning rates differ, use `lr_scale` of one optimizer: it needs one pass, and no unit has moments
     twice. Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see
-    [Note: selections] in `select`. Raises `TypeError` for an argument of another type, `ValueError` for a label
+    [Note: selections] in `select`. Raises `TypeError` for an argument of the wrong type, `ValueError` for a label
     without a transformation.
 
     >>> import torch, zerofn.optim as optim

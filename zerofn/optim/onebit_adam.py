@@ -60,7 +60,7 @@ def onebit_adam(
 
     Until `freeze_step` it is `optim.adamw`, bit for bit, and gradients are averaged over ranks as usual. After it, v is
     constant, and each rank sends the signs of its part of the momentum, b1 / ranks * m + (1 - b1) * g / ranks, with one
-    scale for 2,048 elements: 1/31.75 of float32's bytes. The rank adds the error of the signs to the values that it
+    scale per 2,048 elements: 1/31.75 of float32's bytes. The rank adds the error of the signs to the values that it
     sends next, and the owner of each shard does the same with the sum. Steps are p -= learning_rate * (m' / (sqrt(v') +
     eps) + weight_decay * p), where m' and v' are bias-corrected, v' by the number of its updates. An element that had
     no gradient until `freeze_step` has v = 0, and only weight decay changes it. In the first step with signs, m is also

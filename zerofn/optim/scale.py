@@ -77,7 +77,7 @@ def scale_by_schedule(step_size_fn: Any) -> GradientTransformation:
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool = True) -> GradientTransformation:
     """Multiply by minus the learning rate, a number or a schedule; without `flip_sign`, by plus the learning rate.
 
-    Raises `ValueError` for a negative number, `TypeError` for an argument of another type.
+    Raises `ValueError` for a negative number, `TypeError` for an argument of the wrong type.
 
     >>> tx, grads = scale_by_learning_rate(0.1), {"w": torch.tensor([3.0, 4.0])}
     >>> tx.update(grads, tx.init(grads))[0]

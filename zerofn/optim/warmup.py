@@ -99,8 +99,8 @@ def warmup_lr(
 
     With i = max(count - 1, 0) and N = max(2, warmup_num_steps), gamma is ln(i + 1) / ln(N) ("log") or i / N
     ("linear") while i < N, and 1 after. DeepSpeed's scheduler steps after the optimizer, hence the 1: the first two
-    updates both run at `warmup_min_lr`. Raises `ValueError` unless `warmup_num_steps` is positive, and for another
-    `warmup_type`.
+    updates both run at `warmup_min_lr`. Raises `ValueError` unless `warmup_num_steps` is positive, and for an
+    unknown `warmup_type`.
 
     >>> rate = warmup_lr(0.0, 1.0, 10, "linear")
     >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]

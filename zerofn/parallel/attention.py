@@ -100,7 +100,7 @@ def attention(
     """Attention of a rank's part of each sequence to the whole sequence.
 
     `q` [B, H, s, D], `k` [B, G, s, D], `v` [B, G, s, E]: floating; the rank's part of each sequence, as
-    `split_sequence` splits it. There are G heads of keys and values, where G divides H. `axis`: the ranks that share
+    `split_sequence` splits it. There are G key and value heads, where G divides H. `axis`: the ranks that share
     sequences. `method`: "ulysses" makes two exchanges and calls torch's own attention; the number of ranks must divide
     H. "ring" works for any number of heads. `causal`: whether a token attends only to earlier tokens and itself.
     `scale`: of the scores, by default D ** -0.5. `mask` [.., S, S] of booleans: replaces `causal`, and says to which
@@ -113,8 +113,8 @@ def attention(
 
     -> [B, H, s, E] in the dtype of `q`. All ranks must call it.
 
-    Raises `ValueError` for heads that ranks cannot divide, for an s that the chunks do not divide, for a mask of
-    another shape, for a mask in a ring, for a mask together with a layout, for an unknown method, for an axis that does
+    Raises `ValueError` for heads that ranks cannot divide, for an s that the chunks do not divide, for a mask of the
+    wrong shape, for a mask in a ring, for a mask together with a layout, for an unknown method, for an axis that does
     not exist, and in a ring for blocks that the step chooses and for a `sparse.Layout`.
 
     >>> x = torch.randn(1, 2, 4, 8)
@@ -218,7 +218,7 @@ def _check_layout(
 
 
 def _for_ranks(x: Tensor, heads: int, num: int) -> Tensor:
-    """Repeat heads of keys and values until ranks can share them, so that each rank has the heads that its queries
+    """Repeat key and value heads until ranks can share them, so that each rank has the heads that its queries
     need.
 
     The gradients of the copies are summed, as those of any value that is used several times.

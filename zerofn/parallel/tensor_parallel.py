@@ -45,7 +45,7 @@ def tensor(
 
     `plan`: maps names of modules or parameters, where `*` matches a number or any single component of a name, to a word
     of transformers' `tp_plan` or to a `Slice`; by default the model's own `tp_plan`. Layers inside attention are sliced
-    at whole heads. If there are fewer heads of keys and values than ranks, several ranks hold the same head, and its
+    at whole heads. If there are fewer key and value heads than ranks, several ranks hold the same head, and its
     gradients are summed. You may add two entries to a model's own plan:
 
     - "model.layers.*": "sequence_parallel": between attention and MLP, ranks have parts of the tokens;
@@ -110,7 +110,7 @@ class _Maker:
         }
         self._taken: dict[str, str] = {}
         self._cut_in: dict[str, set[str]] = {}  # weight -> modules by which it is cut
-        self._grouped: dict[int, int] = {}  # module of attention -> heads of queries for one of keys, of all ranks
+        self._grouped: dict[int, int] = {}  # module of attention -> query heads for each key head, of all ranks
         self._regrouped: set[int] = set()
         self._varied: dict[str, Varied] = {}  # by the module whose layers take what varies
         self._regions: list[TokenRegion] = []
@@ -222,7 +222,7 @@ class _Maker:
     def _sharers(self, where: str, cut: Cut | None) -> Axis | None:
         """Return the ranks with the same slice as this rank; None if each rank has its own.
 
-        With fewer heads of keys and values than ranks, several ranks hold the same one, which all queries of a rank
+        With fewer key and value heads than ranks, several ranks hold the same one, which all queries of a rank
         then use.
         """
         size = self._axis.size

@@ -205,7 +205,7 @@ def before(name: str, *mine: Pass) -> Edit:
 
     If a step does not run that pass (an evaluation does not donate), `mine` runs where it would. Use `before("donate")`
     for passes that change values: there the graph is scheduled, and still returns every new value of the state.
-    Raises `ValueError` for another name.
+    Raises `ValueError` for an unknown name.
 
     >>> edit = before("donate", Pass(lambda program: None, name="mine"))
     >>> [x.name for x in edit(standard())][21:23]

@@ -74,7 +74,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """A new key from a key and a number (a step, a rank, a microbatch): int64 scalars on the CPU.
 
     For one key, different numbers give different keys (a bijection of 64-bit words). It is the one
-    node `zerofn::fold_in` in a captured graph. Raises `TypeError` for tensors of another kind.
+    node `zerofn::fold_in` in a captured graph. Raises `TypeError` for any other tensors.
 
     >>> bool(fold_in(key(0), 1) == fold_in(key(0), 1))
     True

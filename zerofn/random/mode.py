@@ -44,7 +44,7 @@ def randomness(key: Tensor | None) -> Iterator[None]:
     `key`: an int64 scalar on the CPU, as `fold_in` returns; with None a random operation raises
     `RuntimeError`, naming the operation and the line. No generator is advanced. Take gradients
     inside as well, so that segments under `torch.utils.checkpoint` are recomputed with the same
-    draws; autograd then runs in this thread. Raises `TypeError` for a key of another kind.
+    draws; autograd then runs in this thread. Raises `TypeError` for anything but a key.
 
     >>> with randomness(key(0)):
     ...     torch.rand(2)

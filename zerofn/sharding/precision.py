@@ -32,8 +32,8 @@ class Precision:
     `wire`: the codec for parameters and gradients that ranks send, as for `zerofn.shard`. Masters and moments stay
     exact.
 
-    - Steps compute with the decoded values of sharded parameters, with "bf16" `p.bfloat16().float()`, also for a rank's
-      own shard, and at stage 0, where none are sent.
+    - Steps compute with the decoded values of sharded parameters (with "bf16", `p.bfloat16().float()`). This includes a
+      rank's own shard, and stage 0, which sends no parameters.
     - Each rank encodes its gradients once, and the rank that holds the shard adds them in float32, in rank order. With
       an axis `replicate`, these sums are encoded again, and added along it.
     - Sums that ranks gather afterwards stay in float32: at stage 0, and along `replicate` without hpz. So every stage

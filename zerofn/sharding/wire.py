@@ -52,7 +52,7 @@ class Wire:
 
     Raises `ValueError` for an unknown codec, rounding or block size; for stochastic rounding if `reduce` is not a block
     codec; for feedback without `reduce`; and for feedback together with stochastic rounding. Raises `TypeError` for an
-    argument of another type.
+    argument of the wrong type.
 
     On a command line or in a file, write a `Wire` as "gather=int8,reduce=fp8".
 

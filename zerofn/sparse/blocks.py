@@ -32,7 +32,7 @@ def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
     `queries`: number of tokens of a block of queries, by default the same. The index has no gradient. On the CPU,
     attention refuses an index of a block that does not exist.
 
-    Raises `TypeError` and `ValueError` for another dtype or shape, and for blocks without a token.
+    Raises `TypeError` and `ValueError` for a wrong dtype or shape, and for blocks without a token.
 
     >>> blocks = chosen(torch.tensor([0, 1]).view(1, 1, 2, 1), block=64)  # each block of queries its own
     """

@@ -1,8 +1,9 @@
 """The six patterns of DeepSpeed's sparse attention, by blocks of tokens, as versions up to 0.19.6 make them.
 
-Parameters have DeepSpeed's names and defaults; the number of heads is that of the queries. With "unidirectional" no
-block is behind a query's own, and tokens of that one see each other: for a decoder write `attention(..,
-is_causal=True)`, or `& sparse.causal`. A row's last block may be a part of one.
+Parameters have DeepSpeed's names and defaults; the number of heads is that of the queries. With "unidirectional"
+queries attend to no block after their own, but to all tokens of their own block: for a decoder write `attention(..,
+is_causal=True)`, or `& sparse.causal`. The last block of a row may have fewer tokens. *Global* blocks are blocks of
+keys to which all queries attend (with "unidirectional", all later ones).
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _enough(blocks: Tensor, name: str, num: int) -> None:
 
 
 def _local(blocks: Tensor, sizes: Sequence[int], causal: bool) -> None:
-    """Windows side by side, of these sizes and then of the last one."""
+    """Adjacent windows of these sizes, the last size repeated."""
     start, k = 0, 0
     while start < len(blocks):
         size = sizes[min(k, len(sizes) - 1)]
@@ -158,7 +159,7 @@ def _local(blocks: Tensor, sizes: Sequence[int], causal: bool) -> None:
 
 
 def _shared(blocks: Tensor, start: int, end: int, causal: bool, rows: bool) -> None:
-    """Blocks of keys that all see, or those behind them; with `rows`, their queries see all."""
+    """Blocks of keys to which all queries attend, or all later ones; with `rows`, their queries attend to all keys."""
     if start >= len(blocks):
         return
     blocks[start if causal else 0 :, start:end] = True
@@ -227,7 +228,7 @@ def fixed(
     horizontal_global_attention: bool = False,
     num_different_global_patterns: int = 1,
 ) -> Pattern:
-    """Windows side by side, and the last blocks of each for all (Child et al., arXiv:1904.10509, customized).
+    """Adjacent windows, whose last blocks are global blocks (Child et al., arXiv:1904.10509, customized).
 
     Raises `ValueError` for numbers that DeepSpeed refuses.
 
@@ -266,8 +267,8 @@ def variable(
     *,
     seed: int = 0,
 ) -> Pattern:
-    """Windows side by side of sizes that are given, the last one again and again; blocks for all; and random ones, as
-    DeepSpeed draws them after `random.seed(seed)`. Raises `ValueError` for numbers that DeepSpeed refuses.
+    """Adjacent windows of `local_window_blocks`, the last size repeated; global blocks; and random blocks, as DeepSpeed
+    draws them after `random.seed(seed)`. Raises `ValueError` for numbers that DeepSpeed refuses.
     """
     causal = _check(
         "variable", attention, horizontal_global_attention, block=block, num_random_blocks=num_random_blocks
@@ -293,8 +294,9 @@ def bigbird(
     *,
     seed: int = 0,
 ) -> Pattern:
-    """A window, the first blocks for all and all for these, and random ones, as DeepSpeed draws them after
-    `random.seed(seed)` (Zaheer et al., arXiv:2007.14062). Raises `ValueError` for numbers that DeepSpeed refuses.
+    """A sliding window; the first blocks as global blocks, whose queries also attend to all keys; and random blocks, as
+    DeepSpeed draws them after `random.seed(seed)` (Zaheer et al., arXiv:2007.14062). Raises `ValueError` for numbers
+    that DeepSpeed refuses.
     """
     numbers = {"num_sliding_window_blocks": num_sliding_window_blocks, "num_global_blocks": num_global_blocks}
     causal = _check("bigbird", attention, False, block=block, num_random_blocks=num_random_blocks, **numbers)
@@ -311,8 +313,8 @@ def bslongformer(
     global_block_end_indices: Sequence[int] | None = None,
     attention: Attention = "bidirectional",
 ) -> Pattern:
-    """A window, and blocks for all that see all (Beltagy et al., arXiv:2004.05150, by blocks). Raises `ValueError` for
-    numbers that DeepSpeed refuses.
+    """A sliding window, and global blocks, whose queries also attend to all keys (Beltagy et al., arXiv:2004.05150, by
+    blocks). Raises `ValueError` for numbers that DeepSpeed refuses.
     """
     causal = _check("bslongformer", attention, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
     shared = _spans("bslongformer", global_block_indices, global_block_end_indices)
@@ -323,6 +325,6 @@ def bslongformer(
 def local_sliding_window(
     block: int = 16, num_sliding_window_blocks: int = 3, attention: Attention = "unidirectional"
 ) -> Pattern:
-    """A window. Raises `ValueError` for numbers that DeepSpeed refuses."""
+    """A sliding window. Raises `ValueError` for numbers that DeepSpeed refuses."""
     causal = _check("local_sliding_window", attention, block=block, num_sliding_window_blocks=num_sliding_window_blocks)
     return _Longformer(block, False, num_sliding_window_blocks, (), causal)

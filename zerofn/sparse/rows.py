@@ -120,7 +120,7 @@ def documents(cu_seqlens: Tensor) -> Pattern:
     documents begin, the first 0, and where the last one ends; equal numbers are empty documents. It may be part of a
     step's batch. Tokens after the last end attend to nothing, and no token attends to them.
 
-    Raises `TypeError` and `ValueError` for another dtype or shape, and for numbers that do not increase from 0: at
+    Raises `TypeError` and `ValueError` for a wrong dtype or shape, and for numbers that do not increase from 0: at
     once, or if they are part of a step's batch when the step runs.
 
     >>> from zerofn import sparse
@@ -150,7 +150,7 @@ def padding(mask: Tensor) -> Pattern:
     patterns by `&`. A tile of keys that is all padding costs nothing. Padding tokens attend to tokens that are not
     padding.
 
-    Raises `TypeError` and `ValueError` for numbers with a fraction, and another shape.
+    Raises `TypeError` and `ValueError` for numbers with a fraction, and for a wrong shape.
 
     >>> from zerofn import sparse
     >>> left = padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])) & sparse.causal

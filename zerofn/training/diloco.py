@@ -55,9 +55,9 @@ class DilocoState:
     `step`: inner steps so far, an int64 scalar on the host. `began`: the value of `step` when replicas began to train
     apart, an int64 scalar; -1 before. `params`: the outer optimizer's parameters, the same on all replicas: evaluate
     and export these. Until replicas train apart, they are a copy of the inner parameters.
-    `opt_state`: the outer optimizer's state of each fragment. `replicas`: the inner state with an entry for each
-    replica: a leaf [*shape] of it is [replicas, *shape] here, also for `unshard` and `save`. `sent`: of each fragment,
-    the differences that replicas have sent last; () with `tau=0`.
+    `opt_state`: the outer optimizer's state for each fragment. `replicas`: the inner state with an entry for each
+    replica: a leaf [*shape] of it is [replicas, *shape] here, also for `unshard` and `save`. `sent`: for each
+    fragment, the differences that replicas sent last; () with `tau=0`.
     """
 
     step: Tensor
@@ -97,14 +97,14 @@ def diloco(
     `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: number of inner steps from one outer step to the next.
     `axis`: the axis of replicas.
 
-    `fragments`: in how many parts the parameters are sent. Units are assigned to fragments in turn. Fragment f of F is
-    sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`: its outer
-    step follows this many inner steps later. The reduce-scatter of differences is hidden behind the first half of these
-    steps, the all-gather of means behind the second half. With `tau=1`, half of the transfer is hidden; with a larger
-    `tau`, all of it. `tau=0` is plain DiLoCo: replicas wait for the transfer. `mix`: after an outer step a replica
-    continues with `mix` times its own parameters plus `1 - mix` times the outer optimizer's; None is 0.5, and 0 with
-    `tau=0`. `wire`: the codec of differences and of their means: "bf16", "int8", "fp8", or a `zerofn.Wire`, whose
-    `reduce` is for differences and `gather` for means, rounded to nearest. All replicas decode the same means.
+    `fragments`: the number of parts in which the parameters are sent. Units are assigned to fragments in turn. Fragment
+    f of F is sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`:
+    its outer step follows this many inner steps later. The reduce-scatter of differences is hidden behind the first
+    half of these steps, the all-gather of means behind the second half. With `tau=1`, half of the transfer is hidden;
+    with a larger `tau`, all of it. `tau=0` is plain DiLoCo: replicas wait for the transfer. `mix`: after an outer step
+    a replica continues with `mix` times its own parameters plus `1 - mix` times the outer optimizer's; None is 0.5, and
+    0 with `tau=0`. `wire`: the codec of differences and of their means: "bf16", "int8", "fp8", or a `zerofn.Wire`,
+    whose `reduce` is for differences and `gather` for means, rounded to nearest. All replicas decode the same means.
 
     The step's first argument is the result of its method `init`, see `DilocoState`. Every rank must call the step.
     Other replicas wait for a slow replica when they need its differences; a replica that fails ends the job. Any number
@@ -169,8 +169,8 @@ class Diloco:
         """Return the state of a run that begins: each replica has `state`, whose memory it takes over. All ranks must
         call it, of steps that were made with the same arguments; else all raise `RuntimeError`.
 
-        `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for another mesh, for
-        hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
+        `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for a mesh without
+        that axis, for hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
         """
         params = self._checked(state)
         replicas = self.replicas(params.spec.mesh)
@@ -234,7 +234,9 @@ class Diloco:
         check_outer(repr(self), self.outer, state.opt_state[0])
 
     def due(self, count: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the fragments that are sent behind inner step `count`, from 1 on, those that go on, and those used."""
+        """Return the fragments whose differences are sent after inner step `count`, those whose means are sent then,
+        and those whose outer step runs then. Steps are counted from 1.
+        """
         ages = {}
         for f in range(self.fragments):
             first = (f + 1) * self.every // self.fragments
