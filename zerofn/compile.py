@@ -243,7 +243,8 @@ class CompiledStep(TypedStep[S, B, R]):
                 entry = captures.captured(lambda: self._made(captures.reading(of_state), state, batch, captures.why))
             except Exception as error:
                 if captures.why:
-                    note(error, f"This rank captures again, because {captures.why}: change it on every rank alike.")
+                    advice = "change it in the same way on every rank."
+                    note(error, f"This rank captures again, because {captures.why}: {advice}")
                 raise
             if entry.step is not None:
                 self._agreed_steps.add(entry.step, captures.reading(of_state))

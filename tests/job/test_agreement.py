@@ -47,7 +47,7 @@ def test_a_difference_is_shown_on_every_rank(ranks):
     for rank, (shapes, places, lengths) in enumerate(found):
         assert "ranks differ" in shapes and "b [4]" in shapes and "b [3]" in shapes and f"rank {rank}: b" in shapes
         assert "w [2]" not in shapes
-        assert "is at another point of the program, 'step" in places
+        assert "is at a different point in the program, 'step" in places
         assert "ranks differ" in lengths
 
 
@@ -90,7 +90,7 @@ def absent(late):
 def test_a_rank_that_does_not_come_is_named(ranks, late):
     found = ranks(3, absent, late, expect_errors=True)
     ranks.stop()
-    assert sum("rank 2 did not come within 1 s" in message for message in found[:2]) >= 1
+    assert sum("rank 2 did not arrive within 1 s" in message for message in found[:2]) >= 1
     assert all("rank 2 did not come" in message or "another rank failed" in message for message in found[:2])
     assert any("rank 2 last had: first: x" in message for message in found[:2])
     if late:
@@ -193,7 +193,7 @@ def test_a_rank_that_waits_says_for_which(ranks):
 def one_rank_shards():
     agreement.PATIENCE = 1.0
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="zerofn.shard: rank 1 did not come within 1 s.*w"):
+        with pytest.raises(RuntimeError, match="zerofn.shard: rank 1 did not arrive within 1 s.*w"):
             zerofn.shard({"params": {"w": torch.zeros(3)}})
     else:
         time.sleep(4)

@@ -129,4 +129,4 @@ def meets_with_another_secret() -> str:
 
 def test_ranks_with_different_secrets_do_not_meet(ranks):
     replies = ranks(2, meets_with_another_secret, expect_errors=True)
-    assert all("did not come within 2 s" in reply.message for reply in replies)
+    assert all("did not arrive within 2 s" in reply.message for reply in replies)

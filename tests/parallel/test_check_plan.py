@@ -89,7 +89,7 @@ def test_a_norm_over_the_features_of_one_rank_is_another_norm():
 
 def test_a_number_between_cut_layers_has_the_gradient_of_all_features(caplog):
     word = "'model.layers.*.mlp.act_fn': 'replicated_with_grad_allreduce'"
-    with pytest.raises(ValueError, match="another gradient of model.layers.0.mlp.act_fn.scale, off by .*") as error:
+    with pytest.raises(ValueError, match="a different gradient of model.layers.0.mlp.act_fn.scale, off by .*") as error:
         tensor(of_its_own("one"), MESH, LLAMA)
     assert word in str(error.value)
     tensor(of_its_own("one"), MESH, LLAMA | {"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"})

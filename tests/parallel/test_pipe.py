@@ -104,7 +104,7 @@ def test_stages_may_be_named():
     [
         (8, {"schedule": "1f1b"}, r"pipe=8: the model has 4 parts that may begin a stage \(model.embed_tokens \.\.\. "),
         (3, {"schedule": "zbv"}, "pipe=3: a V of 3 ranks with 2 stages each needs 6 parts, and the model has 4 parts"),
-        (8, {}, "give pipe at most 4"),
+        (8, {}, "write pipe=4 or less"),
         (2, {"schedule": "1f1"}, "schedule='1f1' is not known; did you mean '1f1b'"),
         (2, {"microbatches": 0}, "microbatches must be at least 1, got 0"),
         (2, {"chunks": 2}, "chunks= needs one placement of stages, but schedule='auto' chooses"),

@@ -34,10 +34,10 @@ def test_a_schedule_may_split_some_backward_passes():
     (("0F0 0F1 0B0", GOOD[1]), "stage 0 has no B of microbatch 1; add 0B1 to rank 0"),
     ((GOOD[0], "1F0 1F1 1B0"), "stage 1 has no B of microbatch 1; add 1B1, or 1I1 and 1W1, to rank 1"),
     ((GOOD[0], "1F0 1B0 1F1 1I1"), "stage 1 has 1I1 but no 1W1; add 1W1 to rank 1, or write 1B1"),
-    (("0F1 0F0 0B0 0B1", GOOD[1]), r"rank 0, entry 1 \(0F0\) comes behind 0F1; forward passes of a stage go"),
-    ((GOOD[0], "1F0 1F1 1B1 1B0"), r"rank 1, entry 3 \(1B0\) comes behind 1B1; gradients of weights of a stage go"),
+    (("0F1 0F0 0B0 0B1", GOOD[1]), r"rank 0, entry 1 \(0F0\) comes after 0F1, but forward passes of a stage must"),
+    ((GOOD[0], "1F0 1F1 1B1 1B0"), r"rank 1, entry 3 \(1B0\) comes after 1B1, but gradients of weights of a stage"),
     (("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
-     r"no rank can go on; these wait: rank 0 at entry 1 \(0B0\) for 1I0 of rank 1; rank 1 at entry 1 \(1F1\) for 0F1"),
+     r"no rank can continue; these wait: rank 0 at entry 1 \(0B0\) for 1I0 of rank 1; rank 1 at entry 1 \(1F1\)"),
     ((GOOD[0], "1F0 1B0 1F1 1W1 1I1"), r"rank 1 at entry 3 \(1W1\) for 1I1 of rank 1"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused(rows, said):

@@ -26,7 +26,7 @@ def test_a_schedule_is_given_as_lists_as_text_or_as_itself():
 @pytest.mark.parametrize(("schedule", "sentence"), [
     ("1f1", "compile: schedule='1f1' is not known; did you mean '1f1b'"),
     ([MINE[0], MINE[1][:-1]], "compile: schedule 'own': stage 1 has 1I1 but no 1W1; add 1W1 to rank 1, or write 1B1"),
-    ([MINE[0], ["1B0", *MINE[1][:2], *MINE[1][3:]]], "compile: schedule 'own': no rank can go on; these wait: rank 0"),
+    ([MINE[0], ["1B0", *MINE[1][:2], *MINE[1][3:]]], "compile: schedule 'own': no rank can continue; these wait:"),
     ("0F0,0B0\n2F0,2B0", "compile: own: ZeroFn does not support .* to ranks: line 1: 0; line 2: 2."),
     ("0F0,0X0", "compile: own, line 1, cell 2: '0X0' is not an action. Write stage, kind and microbatch, such as 2F0"),
     (make("zbv", 2, 2).orders[:1], "compile: own: ZeroFn does not support this assignment of stages to ranks"),

@@ -41,7 +41,7 @@ EXPECTED = {
 }
 OF_ROWS = (
     "ranks along {axis!r} must run the same operations, each on its own part, but they differ: this rank has "
-    "{text}{line}, and other ranks have another operation."
+    "{text}{line}, and other ranks have a different operation."
 )
 # Of what is computed from the loss, the line is that of value_and_grad: what another rank says of the loss tells more.
 BEHIND_LOSS = "after the loss, "
@@ -208,7 +208,7 @@ class _Differences:
         # A backward pass has the line where it begins. The user's is that of the operation that it belongs to.
         name = _base_name(node)
         node = next((x for x in self._causes if name == f"{_base_name(x)}_backward"), node)
-        return f": this rank has {text_of(node)}{line_of(node)}, and other ranks have another operation"
+        return f": this rank has {text_of(node)}{line_of(node)}, and other ranks have a different operation"
 
 
 def _base_name(node: Node) -> str:

@@ -204,7 +204,7 @@ def _await(store: SignedStore, keys: list[str], rank: int, what: str, text: str)
         if now - idle > PATIENCE:
             seen, here = last_text(store, rank), f"{what}: {text}"
             _give_up(
-                f"{what}: rank {rank} did not come within {PATIENCE:g} s. {reason() or _BY_ALL} If the rank was only "
+                f"{what}: rank {rank} did not arrive within {PATIENCE:g} s. {reason() or _BY_ALL} If the rank was only "
                 "late, because it prepared data for example, call torch.distributed.barrier() on all ranks before, or "
                 "set ZEROFN_PATIENCE to more seconds.\n"
                 f"  here: {apart(here, seen)}\n"
@@ -213,7 +213,7 @@ def _await(store: SignedStore, keys: list[str], rank: int, what: str, text: str)
         if now - start > word:
             doing = f", which is at {sign.doing}" if sign.doing else ""
             if store.has_foreign(key):
-                doing = ", whose messages have another secret. ZEROFN_SECRET must be the same on all ranks"
+                doing = ", whose messages have a different secret. ZEROFN_SECRET must be the same on all ranks"
             log.warning("%s: waited %.0f s for rank %d%s.", what, now - start, rank, doing)
             word *= 2
     return found
@@ -264,7 +264,7 @@ def _difference(what: str, text: str, rank: int, other: str) -> str:
     if other_what != what:
         why = [reason(), *_reason_of(rank, other_what, other_text)]
         return " ".join([
-            f"{what}: rank {rank} is at another point of the program, {other_what!r}. All ranks must make the same "
+            f"{what}: rank {rank} is at a different point in the program, {other_what!r}. All ranks must make the same "
             "calls in the same order.",
             *filter(None, why),
         ])  # fmt: skip

@@ -80,7 +80,7 @@ def _hardware() -> Iterator[Finding]:
         "installed" if cupy else "missing",
         ""
         if cupy
-        else "Optimizer updates on the GPU take torch's operations, several passes over memory instead of one. "
+        else "Optimizer updates on the GPU use torch's operations: several passes over memory instead of one. "
         f"pip install 'zerofn[cuda{(torch.version.cuda or '13').partition('.')[0]}]'",
     )
 

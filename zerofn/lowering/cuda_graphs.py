@@ -211,7 +211,7 @@ class Replayed:
         self._fixed = {k: inputs[k].data_ptr() for k in self._fixed}
         self._recordings += 1
         if self._recordings > MOST:
-            self.give_up(f"the step was recorded {MOST} times, each time for another state or other buffers.")
+            self.give_up(f"the step was recorded {MOST} times, each time for a different state or different buffers.")
 
     def _forget(self) -> None:
         for segment in self._segments:

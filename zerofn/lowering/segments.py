@@ -180,10 +180,10 @@ class _Cutter:
             if few:
                 yield node, "is one of too few between two others."
             elif not all(map(self.is_fixed, writes(node))):
-                yield node, "writes to memory that has another address in each call."
+                yield node, "writes to memory that has a different address in each call."
             elif self._root[node] in self._written and not self.is_fixed(node) and not set(run).issuperset(node.users):
                 # A segment has a copy of such memory: a view of the copy would take what is written through it.
-                yield node, "is a view of memory that has another address in each call and is written to."
+                yield node, "is a view of memory that has a different address in each call and is written to."
 
     def _outline(self, run: Sequence[Node], name: str) -> None:
         inside, graph, new = set(run), Graph(), dict[Node, Node]()

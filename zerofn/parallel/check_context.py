@@ -193,7 +193,7 @@ class _Check:
         if whole.attended != found[0].attended:
             return (
                 f"calls attention {whole.attended} times for a whole row, but {found[0].attended} times for a part of "
-                "it, so parts of rows give other values. Use other axes."
+                "it, so parts of rows give different values. Use other axes."
             )
         if not (off := difference(whole.out, self._plain.out)) <= LIMIT:  # also where it is no number
             return (
@@ -209,4 +209,4 @@ class _Check:
             )
         total = {name: torch.stack([one.grads[name] for one in found]).sum(0) for name in self._plain.grads}
         other = other_gradient(self._plain.grads, total)
-        return f"computes on parts of rows another gradient of {other}. Use other axes." if other else ""
+        return f"computes a different gradient of {other} on parts of rows. Use other axes." if other else ""

@@ -96,7 +96,7 @@ def _wrong(
     for one, own, mesh in zip(found, cuts, meshes, strict=True):
         expected = {name: _slice(x, name, own, mesh) for name, x in whole.grads.items()}
         if other := other_gradient(expected, one.grads):
-            return f"in a small model it has another gradient of {other}.{_advice(other, own)}"
+            return f"in a small model it has a different gradient of {other}.{_advice(other, own)}"
     return ""
 
 

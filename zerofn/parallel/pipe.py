@@ -200,10 +200,10 @@ def _too_few(placement: Placement, names: Sequence[str]) -> str:
     parts = "1 part" if len(names) == 1 else f"{len(names)} parts"
     has = f"the model has {parts} that may begin a stage ({names[0]} ... {names[-1]})"
     if placement.chunks == 1:
-        return f"pipe={placement.ranks}: {has}; give pipe at most {len(names)}, or a model with more blocks."
+        return f"pipe={placement.ranks}: {has}; write pipe={len(names)} or less, or use a model with more blocks."
     return (
-        f"pipe={placement.ranks}: {placement} needs {placement.num_stages} parts, and {has}; take a schedule with one "
-        "stage a rank, such as '1f1b', fewer ranks, or a model with more blocks."
+        f"pipe={placement.ranks}: {placement} needs {placement.num_stages} parts, but {has}; use a schedule with one "
+        "stage per rank, such as '1f1b', fewer ranks, or a model with more blocks."
     )
 
 

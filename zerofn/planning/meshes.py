@@ -104,7 +104,7 @@ def _plan_stages(
     for n in (n for n in whole if number < 2 * n):
         told.append(
             f"{PIPE} {n}: ranks would wait for {(n - 1) / (number + n - 1):.0%} of a step with {number} "
-            f"microbatch{'es' * (number > 1)}; it is tried from {2 * n} microbatches on."
+            f"microbatch{'es' * (number > 1)}; it is tried with {2 * n} or more microbatches."
         )
     plan({PIPE: n} for n in whole if number >= 2 * n)
 
@@ -208,8 +208,9 @@ def _narrowed(asked: Asked, machine: Machine) -> tuple[Asked, list[str]]:
     if asked.stage == ALL:
         asked = asked._replace(stage=list(STAGES))
         told.append(
-            "stages 0 and 2, and 3 where 1 fits: like stage 1 with one batch a step, or they need more memory or send "
-            "more; --stage 0 1 2 3 plans them."
+            "stages 0 and 2, and stage 3 if stage 1 fits: stage 0 needs more memory than stage 1, stage 3 sends more, "
+            "and stage 2 sends more if a step has several microbatches, and is equal otherwise; --stage 0 1 2 3 plans "
+            "them."
         )
     if asked.precision == ALL and machine.device != "cpu":
         asked = asked._replace(precision=halves(machine))

@@ -227,7 +227,7 @@ class Plan:
         lines += [f"    {name:<12} {in_words(n)}" for name, n in away.items() if n]
         if m.used:
             lines.append(
-                f"  made once for gathered units and gradients: {in_words(m.static_buffers)}, of which "
+                f"  allocated once for gathered units and gradients: {in_words(m.static_buffers)}, of which "
                 f"{in_words(m.used)} are used at a time ({m.static_buffers / m.used:.2f} reserved over allocated)"
             )
         per = Counter[str]()

@@ -121,7 +121,7 @@ def _out_of_order(rank: int, order: tuple[Action, ...]) -> Iterator[str]:
         if before and before.microbatch > action.microbatch:
             what = "forward passes" if action.kind == "F" else "gradients of weights"
             yield (
-                f"rank {rank}, entry {i} ({action}) comes behind {before}; {what} of a stage go through microbatches "
+                f"rank {rank}, entry {i} ({action}) comes after {before}, but {what} of a stage must take microbatches "
                 f"in ascending order."
             )
         last[key] = action
@@ -141,4 +141,4 @@ def _stuck(schedule: Schedule) -> Iterator[str]:
             where = f"of rank {schedule.placement.rank_of(missing.stage)}"
             waits.append(f"rank {rank} at entry {at[rank]} ({action}) for {missing} {where}")
     if waits:
-        yield f"no rank can go on; these wait: {'; '.join(waits)}."
+        yield f"no rank can continue; these wait: {'; '.join(waits)}."

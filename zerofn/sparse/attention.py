@@ -178,7 +178,7 @@ def _instead_of(what: object) -> str:
     if isinstance(what, Tensor):
         return "For an index tensor, write sparse.chosen(index, block)."
     if isinstance(what, Layout | Blocks):
-        return "Only a pattern is known by positions, as needed here."
+        return "This call needs a pattern, which can be evaluated at any positions."
     return "Write sparse.causal, for example."
 
 
