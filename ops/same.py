@@ -55,7 +55,7 @@ def check_same(x: Tensor, rows: Tensor, what: str, axis: str) -> Tensor:
     if other is not None:
         shown = [next(_told(row, x.dtype)) for row in (each[0], each[other])]
         raise RanksDiffer(
-            f"{what} must be the same on all ranks, and it differs: rank 0 has {shown[0]}, rank {other} has "
+            f"{what} must be the same on all ranks, but differs: rank 0 has {shown[0]}, rank {other} has "
             f"{shown[1]}. Give every rank the same value; or reduce it first: zerofn.collectives.all_reduce(x) is the "
             "sum over ranks. The state is as it was."
         )
