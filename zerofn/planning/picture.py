@@ -91,8 +91,7 @@ def draw_rows(
     axes.invert_yaxis()
     axes.set_title(title, loc="left", fontsize=10.5)
     axes.set(
-        xlabel=f"{name} of a device at the step's peak, of {limit / unit:,.0f} {name} available",
-        xlim=(0, 1.25 * right),
+        xlabel=f"{name} of a device at the step's peak, of {limit / unit:,.0f} {name} available", xlim=(0, 1.25 * right)
     )
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     _save(figure, axes, file)
