@@ -91,10 +91,10 @@ def test_a_rank_that_does_not_come_is_named(ranks, late):
     found = ranks(3, absent, late, expect_errors=True)
     ranks.stop()
     assert sum("rank 2 did not arrive within 1 s" in message for message in found[:2]) >= 1
-    assert all("rank 2 did not come" in message or "another rank failed" in message for message in found[:2])
+    assert all("rank 2 did not arrive" in message or "another rank failed" in message for message in found[:2])
     assert any("rank 2 last had: first: x" in message for message in found[:2])
     if late:
-        assert "rank 2 did not come" in found[2], "the one that comes late learns it too"
+        assert "rank 2 did not arrive" in found[2], "the one that comes late learns it too"
 
 
 def slow_at_work():

@@ -36,7 +36,7 @@ def test_codecs_are_told_apart():
     assert len({codec.name for codec in CODECS}) == len(CODECS)
     assert not PLAIN.stores([torch.ones(1), torch.ones(1)]) and not SPLIT.stores([torch.ones(1)])
     assert all(codec in CODECS for form in MOMENTS.values() for codec in form.codecs) and set(MASTERS) <= set(CODECS)
-    with pytest.raises(TypeError, match="stored plain or split, and tensors of"):
+    with pytest.raises(TypeError, match="stored plain or split, got tensors of"):
         master_of([torch.ones(1), torch.ones(1)])
 
 

@@ -339,7 +339,7 @@ def step_of(**options):
     ("options", "sentence"),
     [
         ({"every": 0}, "every=0 must be 1 or more inner steps. Write every=100"),
-        ({"every": 1}, "with every=1 replicas average after each step, .* tau=1 asks. Write tau=0"),
+        ({"every": 1}, "with every=1 replicas average after each step, .* tau=1 asks for one. Write tau=0"),
         ({"every": 4, "after": -1}, "after=-1 must be 0 or more: the number of steps at the start of the run"),
         ({"every": 4, "fragments": 5}, "fragments=5 .*Write a number from 1 to 4"),
         ({"every": 4, "tau": 4}, "tau=4 .*Write a number from 0 to 3, or a larger every"),
