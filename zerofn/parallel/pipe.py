@@ -89,8 +89,7 @@ def pipe(
       than the worst rank does under the named schedule that needs the least memory for the same stages. A schedule of
       your own is a `zerofn.schedules.Schedule`, or a list of actions for each rank, such as [["0F0", "0B0"], ["1F0",
       "1B0"]]; `Schedule.from_csv` reads the text that torch.distributed.pipelining writes.
-    - `stages`: the part, unit or leaf with which each stage after the first begins; by default ZeroFn balances the
-      stages.
+    - `stages`: the part, unit or leaf with which each stage after the first begins; by default they are balanced.
     - `microbatches`: the number to choose a schedule for; the step may have another number.
     - `cuts`: those of other axes, such as the result of `zerofn.parallel.tensor`; the result includes them.
     - `precision`: as for `shard`. It changes how stages are balanced: bfloat16 at least halves the time of matrix
