@@ -27,7 +27,7 @@ Invariants:
   folder without a checkpoint.
 - Every bit is under a checksum: the manifest holds its own SHA-256 and the CRC-32 of every file's header, and a
   header the CRC-32 of each block. So a rank verifies what it reads, and reads only its intervals.
-- A checkpoint knows whole leaves. If ranks have slices, the manifest has a tree for each slice, with each leaf's
+- A checkpoint describes whole leaves. If ranks have slices, the manifest has a tree for each slice, with each leaf's
   whole shape and the intervals in it. Units are written without padding, and a part that several slices have is in
   one of them.
 - Nothing is pickled.

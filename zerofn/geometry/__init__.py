@@ -9,7 +9,7 @@ Words:
 - *slice*: a rank's part of a leaf along `tensor`, `expert` or `pipe`, before its unit is cut into shards (`cuts.py`).
 
 How a leaf gets its place (`layout.py`): a rank's leaf is the whole leaf, or its slice: intervals of one dim, perhaps
-of another size on each rank, perhaps the same on several ranks. Leaves of a unit are raveled one behind the other.
+of another size on each rank, perhaps the same on several ranks. Leaves of a unit are raveled one after another.
 Each begins at a multiple of 32 elements. The unit is padded so that it cuts into N shards of a multiple of 2,048
 elements. For example, a weight of 1,000 elements and a bias of 10 at 2 ranks begin at 0 and 1,024, and the unit has
 4,096 elements. A unit without elements on a rank has no transfers there.
@@ -20,7 +20,7 @@ simplest slice.
 Invariants:
 
 - Padding is never read; it may hold anything.
-- Layouts compare names, shapes, offsets and axis, and no dtypes. So parameters, gradients and moments have one
+- Layouts compare names, shapes, offsets and axis, but not dtypes. So parameters, gradients and moments have one
   layout.
 - Only heads of keys and values may lie in slices that several ranks have. Whatever else ranks sum or join would count
   twice.

@@ -29,8 +29,8 @@ that all layers use, such as T5's relative positions, change nothing.
 Which values differ between ranks:
 
 - `own_values.py` follows, along each axis, what depends on a rank's own batch, random key or position. A transfer
-  along an axis makes a value equal along that axis. A value that still differs along another axis may not meet the
-  state.
+  along an axis makes a value equal along that axis. A value that still differs along another axis may not change
+  the state.
 - A Python number or an index that differs leaves no trace in a rank's graph. So each value gets a number that follows
   from the expression that computes it (`value_numbers.py`), and ranks along an axis compare these numbers. A value
   whose number another rank lacks is an own value along that axis. `local_value_numbers.py` does the same for what

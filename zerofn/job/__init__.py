@@ -41,7 +41,7 @@ Invariants:
   who reads the store. torchrun's store has no authentication, and the keys by which ranks first meet are torchrun's,
   unsigned. On a shared network, close its port with a firewall.
 - A process that a rank has forked, such as a loader's worker, is not a rank. Collectives refuse to run in it, and its
-  end tells nobody anything.
+  end is not a failure of the job.
 
 Start reading: `agreement.py`, then `step_order.py` and `heartbeat.py`.
 """

@@ -5,10 +5,10 @@ Words:
 - *tier*: where a part of a shard is stored: with the model, in host memory, or on drives. `Offload` (`policy.py`)
   names the tiers of a state.
 - *handle*: an int64 tensor of one element that stands for a tensor on a drive (`drive_tensor.py`).
-- *aside*: on the thread that updates state on the host, while the caller goes on launching kernels
+- *aside*: on the thread that updates state on the host, while the caller continues to launch kernels
   (`host_worker.py`).
 
-How a step uses it: for the step, a leaf is one tensor a shard, in the master's dtype. Capture decodes what is stored
+How a step uses it: for the step, a leaf is one tensor per shard, in the master's dtype. Capture decodes what is stored
 at the start of the step and encodes it at the end, in the graph. `fetch` reads a handle and `write_drive_` writes it;
 `bring` and `put_` do the same for host memory. So passes schedule these transfers as they schedule gathers, by moving
 nodes, and `donate` lets an update rule work on the stored form directly.

@@ -1,4 +1,4 @@
-"""`chain`: apply transformations one after the other."""
+"""`chain`: apply transformations one after another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .identity import identity
 
 
 def chain(*transformations: GradientTransformation) -> GradientTransformation:
-    """Apply `transformations` one after the other (optax.chain).
+    """Apply `transformations` one after another (optax.chain).
 
     The state is the tuple of their states. If the last one updates the parameters itself, as `adamw` does, it runs
     fused. One pass over memory then also applies scalar factors of earlier transformations, such as the factor of

@@ -37,7 +37,7 @@ has captured the whole microbatch, so draws, weights of the loss, checks and aux
 
 How a plan is tried: a twin computes rows in parts and as a whole, before the model is changed. For `context` that
 shows whether tokens meet anywhere but in attention (`check_context.py`); for `tensor` whether the user's plan of
-slices is right (`check_plan.py`). The ranks of a twin run one after the other in this process: a rank that needs a
+slices is right (`check_plan.py`). The ranks of a twin run one after another in this process: a rank that needs a
 value which another one has not sent is run again later (`local_ranks.py`).
 
 Start reading: `tensor_parallel.py`, then `attention.py` and `pipe.py`.

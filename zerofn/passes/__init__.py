@@ -76,7 +76,7 @@ or a loop could gather units once, `zerofn.passes.budget` decides what is droppe
 
 Invariants:
 
-- A pass changes no bit of a result. It moves, copies and replaces nodes locally, and sorts nothing anew.
+- A pass changes no bit of a result. It moves, copies and replaces nodes locally, and sorts nothing again.
 - A pass allocates nothing. It appends requests for buffers and drive space to the `Program`, and nodes refer to them
   by index; `zerofn/runtime/buffers.py` allocates before the first run. So the search can try schedules and drop them,
   and a planned schedule is the one that will run.

@@ -14,7 +14,7 @@ Choices:
   second (`stopping.py`). How many steps are between two such questions is the same on all ranks, since it follows
   from the slowest rank's time.
 - Every `replicate_every` steps each rank writes its checkpoint file to `/dev/shm`, and a thread sends it to the next
-  machine, over a process group of its own. torchrun's agent goes on running when ranks are lost, so the folder in
+  machine, over a process group of its own. torchrun's agent keeps running when ranks are lost, so the folder in
   memory bears the agent's name. Another job never mistakes it for its own, and the next run removes folders whose
   agent has ended. A new machine is sent its ranks' files, and rank 0's, which has what is replicated. On one machine
   nothing is sent.

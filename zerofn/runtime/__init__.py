@@ -38,7 +38,7 @@ Invariants:
   and sums them itself, and torch uses kernels that repeat their results. Plain torch's bits then hold where it uses
   the same kernels.
 
-Tests replace this room's runtime by adversarial ones; CONTRIBUTING.md lists them.
+Tests replace this room's runtime with adversarial ones; CONTRIBUTING.md lists them.
 
 Start reading: `zerofn/compile.py`, then `captured_step.py` and `executor.py`.
 """

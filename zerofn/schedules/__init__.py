@@ -8,7 +8,7 @@ Words:
 
 - *stage*: the part of a model between two cuts. *Placement*: which rank computes which stage.
 - *action*: F, B, I or W of one stage and one microbatch. F is the forward pass. I is the gradient of the stage's
-  input, for which the stage before it waits. W is the gradients of its weights, for which nobody waits. B is I and W
+  input, for which the stage before it waits. W is the gradients of its weights, for which no stage waits. B is I and W
   together.
 - *schedule*: one list of actions for each rank.
 - *channel*: all messages from one rank to another one.
@@ -25,10 +25,10 @@ Choices:
   one another. Among the cuts whose ranks are almost equally busy, the best is up to 7 % faster than the worst.
 - A rank posts its receives in the order in which the sender posts its sends. On NCCL a transfer ends only when both
   ranks have posted it, and the next transfer of the channel waits for that. Receives that are posted where they are
-  used get stuck in schedules with several stages a rank. gloo buffers, and hides the mistake;
+  used get stuck in schedules with several stages per rank. gloo buffers, and hides the mistake;
   `tests/support/rendezvous.py` simulates NCCL's rules.
 
-Invariant: no function here knows tensors, graphs or process groups, so every schedule is tested without ranks.
+Invariant: no function here uses tensors, graphs or process groups, so every schedule is tested without ranks.
 
 Start reading: `actions.py`, then `named.py` and `simulate.py`.
 """

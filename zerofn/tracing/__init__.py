@@ -1,6 +1,6 @@
 """Record operations on fake tensors quickly, for capture and initialisation, and notice where fake results are wrong.
 
-How an operation is recorded: torch takes half a millisecond an operation, mostly for proxies and for metadata that it
+How an operation is recorded: torch takes half a millisecond per operation, mostly for proxies and for metadata that it
 hashes field by field. A step repeats few kinds of operations. So `shortcut.py` asks torch once for each kind (an
 operation on tensors of these shapes, strides and dtypes), and makes later results itself. Views are taken of tensors
 on "meta", and a detach becomes no node. All other operations go to torch: writes, operations whose result depends on

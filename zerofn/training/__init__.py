@@ -4,13 +4,13 @@ Words:
 
 - *state*: parameters, optimizer state and counters as one pytree (`train_state.py`).
 - *seed*: the gradient of the loss with which the backward pass begins.
-- *microbatch*: a part of a rank's batch; `accumulate` runs one after the other and sums their gradients
+- *microbatch*: a part of a rank's batch; `accumulate` runs them one after another and sums their gradients
   (`gradient_sums.py`).
 - *inner step*, *outer step*: of DiLoCo, a step of one replica alone, and the update by the mean of all replicas'
   changes.
 
 How gradients are made: `value_and_grad` (`grad.py`) lends gathered parameters to the loss function and calls
-`torch.autograd.grad` on detached leaves. Gradients become flat tensors, one a unit, and are reduced over ranks.
+`torch.autograd.grad` on detached leaves. Gradients become flat tensors, one per unit, and are reduced over ranks.
 `state.apply_gradients` unscales them, checks that they are finite and updates.
 
 Invariants:

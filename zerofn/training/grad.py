@@ -139,7 +139,7 @@ class ValueAndGrad:
 
 @known_arguments
 def accumulate(vg: F, n: int, *, reduce: When | None = None) -> F:
-    """Return `vg` over `n` microbatches, one after the other: a large batch in the memory of a small one.
+    """Return `vg` over `n` microbatches, one after another: a large batch in the memory of a small one.
 
     `vg`: the function that `value_and_grad` returned. Every tensor leaf of the arguments after `params` is cut along
     dim 0 into `n` equal contiguous microbatches. Loss and gradients are averaged over microbatches, and aux is stacked

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @checked()
 def microbatched(fn: Callable[[Any, B], T], n: int) -> Callable[[Any, B], T]:
-    """Return `f(params, batch)`, which calls `fn` on `n` equal microbatches, one after the other, and joins the
+    """Return `f(params, batch)`, which calls `fn` on `n` equal microbatches, one after another, and joins the
     results.
 
     For evaluation and prediction with the memory of one microbatch. `fn(params, batch)` receives full parameters, in

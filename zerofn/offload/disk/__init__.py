@@ -7,9 +7,9 @@ Words:
 - *region*: the blocks of one value, spread over all drives of a store (`region.py`).
 - *request*: a read or a write under way. It owns its buffer until it is done (`engine.py`).
 
-A few threads a drive carry requests out block by block. `os.preadv` and `os.pwritev` release Python's lock, and so
+A few threads per drive carry requests out block by block. `os.preadv` and `os.pwritev` release Python's lock, and so
 does the checksum of each block, by which a drive that returns other bytes is noticed. `probe.py` measures the best
-block size of a drive once a boot.
+block size of a drive once per boot.
 
 Start reading: `store.py`.
 """
