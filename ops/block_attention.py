@@ -164,8 +164,19 @@ def check_index(index: Tensor, blocks: int) -> None:
             )
 
 
+def _is_readable(x: Tensor) -> bool:
+    """Return whether the library, which takes no stride of the last dim, can read a tensor, or write to it."""
+    return x.stride(-1) == 1 or x.shape[-1] == 1
+
+
 def _readable(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if _is_readable(x) else x.contiguous()
+
+
+def _like(x: Tensor) -> Tensor:
+    """Return memory for the gradient of `x`: in its order of dims, if the library can write it."""
+    found = torch.empty_like(x)
+    return found if _is_readable(found) else torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _by_library(q: Tensor) -> bool:
@@ -205,7 +216,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    grads = _like(q), _like(k).zero_(), _like(v).zero_()
     keys, dropped = _prepared(keys, q, k), Dropped.make(seed, dropout)
     q, k, v, out, grad_out = map(_readable, (q, k, v, out, grad_out))
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "grad_out": grad_out, "grad_lse": grad_lse.contiguous()}
@@ -258,7 +269,7 @@ block_attention = define_differentiable(
         by=["q", "k", "v"],
         saves=_SAVED.split(),
         traits=Traits(OnShard.REFUSED, flops=_flops(3, 2), again=0.2),
-        fake=lambda grad_out, grad_lse, q, k, v, *_: tuple(torch.empty_like(x) for x in (q, k, v)),
+        fake=lambda grad_out, grad_lse, q, k, v, *_: tuple(map(_like, (q, k, v))),
     ),
     traits=Traits(OnShard.REFUSED, flops=_flops(1, 1)),
 )

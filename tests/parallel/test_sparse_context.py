@@ -192,7 +192,9 @@ def test_mistakes_are_sentences(ranks):
 
 
 STEPS, TOKENS, HEADS, GROUPS = 3, 132, 4, 2
+KNOWN = torch.tensor([0, 50, 50, TOKENS])
 LAYERS = {
+    "documents known outside the step": lambda batch: sparse.documents(KNOWN),
     "static": lambda batch: sparse.sinks(2) | sparse.sliding_window(11),
     "documents": lambda batch: sparse.documents(batch["ends"]) & sparse.sliding_window(40),
 }

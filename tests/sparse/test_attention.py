@@ -1,5 +1,9 @@
 """Attention by a layout has the values and gradients of attention with a mask of all pairs."""
 
+import functools
+import types
+
+import numpy as np
 import pytest
 import torch
 
@@ -136,23 +140,45 @@ def test_there_is_no_derivative_in_forward_mode():
             run()
 
 
+class Model:
+    """A window that functions read in many ways."""
+
+    kind = 9
+
+    def __init__(self):
+        self.window, self.settings = 9, {"window": 9}
+
+    def near(self, head, query, key):
+        return (query - key).abs() < self.settings["window"]
+
+    def width(self):
+        return self.window
+
+    @property
+    def twice(self):
+        return 2 * self.window
+
+
 def test_a_function_counts_as_it_reads_now():
-    class Model:
-        window = 9
-
-    own, window = Model(), 9
-
-    def near(head, query, key):
-        return (query - key).abs() < window
-
-    functions = [near, lambda head, query, key: (query - key).abs() < own.window]
-    *qkv, grad = inputs(queries=100)
-    (i, j) = places(100)
-    for window in (9, 3):
-        own.window = window
-        for function in functions:
-            attend = lambda q, k, v, f=function: sparse.attention(q, k, v, f)  # noqa: E731
-            same_as_dense((*qkv, grad), attend, (i - j).abs() < window, EXACT)
+    own, window, table, module = Model(), 9, np.zeros(1, dtype=np.int64), types.ModuleType("settings")
+    functions = [
+        lambda head, query, key: (query - key).abs() < window,
+        lambda head, query, key: (query - key).abs() < own.window,
+        lambda head, query, key: (query - key).abs() < own.settings["window"],
+        lambda head, query, key: (query - key).abs() < own.width(),
+        lambda head, query, key: (query - key).abs() < own.twice // 2,
+        lambda head, query, key: (query - key).abs() < Model.kind,
+        lambda head, query, key: (query - key).abs() < module.window,
+        lambda head, query, key: (query - key).abs() < int(table[0]),
+        functools.partial(lambda x, head, query, key: (query - key).abs() < int(x[0]), table),
+        own.near,
+    ]
+    q, k, v, _ = (x.detach() for x in inputs(1, 1, 1, queries=30))
+    for window in (9, 3, 5):
+        own.window = own.settings["window"] = Model.kind = module.window = table[0] = window
+        expected = sparse.attention(q, k, v, sparse.sliding_window(window))
+        for number, function in enumerate(functions):
+            assert torch.equal(sparse.attention(q, k, v, function), expected), number
 
 
 def test_keys_of_other_tokens_may_be_padding():
@@ -208,11 +234,29 @@ def test_other_numbers_of_keys_scales_and_memory():
     same_as_dense((q, k, v, grad), lambda q, k, v: sparse.attention(q, k, v, sparse.causal), j <= i, EXACT)
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "qkv"])
+def test_features_need_not_be_side_by_side(which):
+    i, j = places(70)
+    *qkv, grad = inputs(queries=70, width=8, values=8)
+    turned = [x.detach().mT.contiguous().mT.requires_grad_() for x in qkv]
+    turned = [new if name in which else x for name, new, x in zip("qkv", turned, qkv, strict=True)]
+    same_as_dense((*turned, grad), lambda q, k, v: sparse.attention(q, k, v, sparse.causal), j <= i, EXACT)
+
+
 def test_documents_of_each_row():
     ends = torch.tensor([[0, 20, 50, 80], [0, 1, 80, 80]])
     mask = torch.stack([document_mask(x, 80) for x in ends.tolist()])[:, None]
     pattern = sparse.documents(ends) & sparse.causal
     same_as_dense(inputs(queries=80), lambda q, k, v: sparse.attention(q, k, v, pattern), mask.tril(), EXACT)
+
+
+def test_autocast_casts_as_for_torchs_attention():
+    q, k, v, _ = (x.detach() for x in inputs(groups=4, queries=40, width=8, values=8, dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = sparse.attention(q, k.bfloat16(), v, sparse.causal)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k.bfloat16(), v, is_causal=True)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
 
 
 def test_documents_are_each_alone():
@@ -335,6 +379,8 @@ def test_there_is_no_second_derivative():
         ),
         (lambda q, k, v: (q, k, v, torch.zeros(2, 4, 1, 1).long()), r"write sparse.chosen\(index, block\)"),
         (lambda q, k, v: (q, k, v, lambda h, i, j: i - j), "must return a tensor of booleans"),
+        (lambda q, k, v: (q, k, v, lambda h, i, j: torch.ones(3).bool()), r"it returned \[3\]"),
+        (lambda q, k, v: (q, k.to("meta"), v, sparse.causal), "must be on one device, got cpu, meta and cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):

@@ -192,3 +192,29 @@ def test_ends_of_a_batch_that_do_not_increase_are_an_error_of_the_step(ends):
     assert_same_trees(zerofn.unshard(state.params), before)
     state, after = step(state, batch)
     assert after < loss
+
+
+def test_a_step_may_make_a_layout():
+    x = torch.randn(1, 2, LENGTH, WIDTH)
+    step = zerofn.compile(lambda _, x: sparse.attention(x, x, x, sparse.layout(STATIC, LENGTH)))
+    assert torch.equal(step(None, x), sparse.attention(x, x, x, STATIC))
+
+
+def test_a_function_that_reads_the_batch_is_refused():
+    batch = {"x": torch.randn(1, 2, LENGTH, WIDTH), "window": torch.tensor(3), "width": 3}
+
+    def attend(name):
+        return lambda _, batch: sparse.attention(*3 * [batch["x"]], lambda head, query, key: query - key < batch[name])
+
+    with pytest.raises(ValueError, match="the layout's function reads a tensor of the step"):
+        zerofn.compile(attend("window"))(None, batch)
+    assert torch.equal(zerofn.compile(attend("width"))(None, batch), attend("width")(None, batch))
+
+
+def test_a_step_is_captured_again_if_a_function_reads_another_value():
+    x, settings = torch.randn(1, 2, LENGTH, WIDTH), {"window": 3}
+    near = sparse.pattern(lambda head, query, key: (query - key).abs() < settings["window"])
+    step = zerofn.compile(lambda _, x: sparse.attention(x, x, x, near))
+    for window in (3, 7):
+        settings["window"] = window
+        assert torch.equal(step(None, x), sparse.attention(x, x, x, sparse.sliding_window(window)))

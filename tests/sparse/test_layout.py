@@ -93,6 +93,12 @@ def test_pictures_show_heads_and_join_tiles():
 def test_what_is_no_pattern_is_refused():
     with pytest.raises(TypeError, match="& and | combine patterns"):
         sparse.causal & (lambda head, query, key: key < 3)
+    with pytest.raises(TypeError, match="got function. For a function, write sparse.pattern"):
+        (lambda head, query, key: key < 3) | sparse.causal
+    with pytest.raises(TypeError, match="got Layout"):
+        sparse.layout(sparse.causal, 4) & sparse.causal
+    with pytest.raises(TypeError, match="got Blocks.*write is_causal=True"):
+        sparse.chosen(torch.zeros(1, 1, 1, 1).long(), 64) & sparse.causal
     for make in (sparse.sliding_window, sparse.sinks, sparse.prefix):
         with pytest.raises(ValueError, match="must be 1 or more"):
             make(0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._torch_compat import current_trace, plain_dispatch
+from .._torch_compat import current_trace
 from ..ops.block_attention import NUMBERS, Keys, block_attention
 from ..util.arguments import checked
 from .blocks import Blocks
@@ -84,6 +84,7 @@ def with_logsumexp(
     float64: by it, attention to other keys is added to this. -inf of a query without a key. `part`: what q, k and v are
     of a whole attention, if they are not all of it; the layout is of the whole.
     """
+    q, k, v = _by_autocast(q, k, v)
     sizes = _check(q, k, v, dropout)
     keys, pairs = _keys(layout, q, sizes, is_causal, part)
     seed = torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu") if dropout else None
@@ -98,6 +99,15 @@ def _run(
     return out, lse
 
 
+def _by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors as torch's own attention casts them under autocast."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
@@ -109,6 +119,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
         )
     if q.device.type != "cpu":
         raise ValueError(f"sparse.attention: q is on {q.device}, but sparse attention runs on the CPU only so far.")
+    if not q.device == k.device == v.device:
+        raise ValueError(
+            f"sparse.attention: q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
+        )
     if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "sparse.attention: expected q [B, H, L, D], k [B, G, S, D] and v [B, G, S, E], got "
@@ -163,6 +177,11 @@ def pattern_of(what: object) -> Pattern:
     """Return a pattern, or a function as one. Raises `TypeError` for anything else."""
     if isinstance(what, Pattern):
         return what
+    if isinstance(what, Layout | Blocks):
+        raise TypeError(
+            "sparse: layout must be a pattern or a function of (head, query, key) here, since only these are known by "
+            f"positions; got {type(what).__name__}."
+        )
     if not callable(what):
         raise TypeError(
             "sparse: layout must be a pattern, a Layout, Blocks or a function of (head, query, key), got "
@@ -177,8 +196,6 @@ def _instead_of(what: object) -> str:
         return "For a mask [queries, keys], write sparse.pattern(lambda head, query, key: mask[query, key])."
     if isinstance(what, Tensor):
         return "For an index tensor, write sparse.chosen(index, block)."
-    if isinstance(what, Layout | Blocks):
-        return "This call needs a pattern, which can be evaluated at any positions."
     return "Write sparse.causal, for example."
 
 
@@ -205,14 +222,17 @@ def _factors(x: Pattern) -> list[Pattern]:
 
 
 def known(pattern: Pattern, sizes: Sizes) -> Layout:
-    """Return a pattern's layout, made once while its functions read the same values."""
-    return _known(pattern, sizes, pattern.facts())
+    """Return a pattern's layout, made once while its functions read the same values; each time if they read what cannot
+    be compared.
+    """
+    facts, complete = pattern.facts()
+    made = _known if complete else _known.__wrapped__
+    return made(pattern, sizes, facts)
 
 
 @functools.lru_cache(maxsize=64)
 def _known(pattern: Pattern, sizes: Sizes, facts: tuple[object, ...]) -> Layout:
-    with plain_dispatch():
-        return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
+    return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
 
 
 def are_numbers(documents: Documents) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch_compat import plain_dispatch
 from .outside import read_outside
 
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None))
@@ -28,7 +29,8 @@ def described(layout: Any) -> str:
     """
     if is_dataclass(layout) and all(isinstance(getattr(layout, x.name), _SIMPLE) for x in fields(layout)):
         return repr(layout)
-    text = "\n".join(_lines(layout))
+    with plain_dispatch():  # the tensors that a capture finds outside the step have values
+        text = "\n".join(_lines(layout))
     return f"{type(layout).__name__} {hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
@@ -39,7 +41,7 @@ def _lines(x: Any) -> Iterator[str]:
             yield hashlib.blake2b(x.contiguous().numpy().tobytes()).hexdigest()
     elif isinstance(x, FunctionType):
         yield from _lines(x.__code__)
-        yield from (repr(fact) for fact in read_outside(x) if isinstance(fact, tuple))  # objects have no text
+        yield from (repr(fact) for fact in read_outside(x).facts if isinstance(fact, tuple))  # objects have no text
     elif isinstance(x, CodeType):
         yield f"{x.co_code!r} {x.co_names} {x.co_varnames}"
         yield from _lines(x.co_consts)

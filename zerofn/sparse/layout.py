@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._torch_compat import plain_dispatch
 from ..util.arguments import checked
 from ..util.html import preformatted
 from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
@@ -76,6 +77,11 @@ def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: in
         raise ValueError(
             f"sparse.layout: queries={queries}, keys={sizes.keys} and heads={heads} must all be 1 or more."
         )
+    with plain_dispatch():  # a step may make a layout: it depends on numbers alone
+        return _made(pattern, sizes)
+
+
+def _made(pattern: Pattern, sizes: Sizes) -> Layout:
     tile = tile_of(pattern)
     tiles = _tiles(sizes, tile)
     status, bits, rows, in_part = _asked(pattern, sizes, tiles, tile)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch_compat import plain_dispatch
+from .outside import Reads
 from .patterns import Pattern, Sizes, Tiles
 
 Runs = tuple[tuple[int, int], ...]  # of places in ascending order: the first one, and the one behind the last
@@ -39,7 +40,7 @@ class OfPart(Pattern):
         """The whole's."""
         return self.pattern.tile
 
-    def facts(self) -> tuple[Any, ...]:
+    def facts(self) -> Reads:
         """Those of the pattern."""
         return self.pattern.facts()
 

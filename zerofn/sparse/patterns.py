@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..util.arguments import checked
-from .outside import read_outside
+from .outside import OF_STEP, Reads, read_outside
 
 NONE, PARTIAL, FULL = 0, 1, 2  # of a tile's pairs are allowed; & is the least of two, and | the greatest
 
@@ -55,9 +55,9 @@ class Pattern:
         """
         return torch.full((1, len(tiles.q0), tiles.k0.shape[1]), PARTIAL, dtype=torch.int8)
 
-    def facts(self) -> tuple[Any, ...]:
-        """Return what the pattern depends on besides itself: what functions read outside. Hashable."""
-        return ()
+    def facts(self) -> Reads:
+        """Return what the pattern depends on besides itself: what functions read outside."""
+        return Reads((), True)
 
     def __and__(self, other: Pattern) -> Pattern:
         """What both allow."""
@@ -66,6 +66,12 @@ class Pattern:
     def __or__(self, other: Pattern) -> Pattern:
         """What either allows."""
         return Either(self, _pattern(other))
+
+    def __rand__(self, other: object) -> Pattern:
+        """Raise `TypeError`: `other` is no pattern."""
+        return _pattern(other)
+
+    __ror__ = __rand__
 
 
 def _pattern(x: object) -> Pattern:
@@ -87,9 +93,10 @@ class _OfTwo(Pattern):
     a: Pattern
     b: Pattern
 
-    def facts(self) -> tuple[Any, ...]:
+    def facts(self) -> Reads:
         """Those of both."""
-        return self.a.facts(), self.b.facts()
+        a, b = self.a.facts(), self.b.facts()
+        return Reads((a.facts, b.facts), a.complete and b.complete)
 
     @property
     def tile(self) -> int:  # type: ignore[override]
@@ -249,7 +256,7 @@ class Function(Pattern):
 
     function: Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def facts(self) -> tuple[Any, ...]:
+    def facts(self) -> Reads:
         """What the function reads."""
         return read_outside(self.function)
 
@@ -259,7 +266,21 @@ class Function(Pattern):
         if not isinstance(found, Tensor) or found.dtype != torch.bool:
             said = f"{found.dtype}" if isinstance(found, Tensor) else repr(found)
             raise TypeError(f"sparse: a pattern's function must return a tensor of booleans, got {said}.")
+        if type(found) is not type(query):
+            raise ValueError(OF_STEP)
+        asked = torch.broadcast_shapes(head.shape, query.shape, key.shape)
+        if not _broadcasts(found.shape, asked):
+            raise ValueError(
+                "sparse: a pattern's function must return booleans that broadcast with its arguments; for head, query "
+                f"and key of shapes {list(head.shape)}, {list(query.shape)} and {list(key.shape)} it returned "
+                f"{list(found.shape)}."
+            )
         return found
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Return whether a tensor of this shape expands to another one."""
+    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
 everything = Everything()

@@ -64,6 +64,8 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
             "its methods. Write sparse.attention(q, k, v, layout) where it computes attention."
         )
     for number in range(len(found)) if layers is None else layers:
+        if not isinstance(number, int):
+            raise TypeError(f"sparse.use: layers must be indices of attention layers, such as [0, 2], got {layers!r}.")
         if not 0 <= number < len(found):
             raise ValueError(
                 f"sparse.use: attention layer {number} does not exist; {type(model).__name__} has {len(found)} "
