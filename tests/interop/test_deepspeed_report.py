@@ -27,7 +27,7 @@ def test_each_key_has_its_row():
 
 
 def test_the_text_has_every_row():
-    out = text(explained(CONFIG), width=200)
+    out = text(explained(CONFIG), width=300)
     assert "fp16.enabled" in out and "shard(precision='fp16')" in out and len(out.splitlines()) == 11
     out = text(every_key(), "default", width=300)
     assert "zero_optimization.offload_param.max_in_cpu" in out and "(until 0.19.7)" in out

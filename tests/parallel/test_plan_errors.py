@@ -174,7 +174,7 @@ def test_an_mlp_beside_heads_is_told_from_attention():
             super().__init__()
             self.num_heads = 2
 
-    with pytest.raises(ValueError, match=r"\('up', 'down'\).*if not, as in an MLP, .*lambda heads, ranks: heads\."):
+    with pytest.raises(ValueError, match=r"\('up', 'down'\).*are not, as in an MLP, .*lambda heads, ranks: heads\."):
         plan_of(Layer, PLAN)
     plan_of(Layer, PLAN, attributes={"": {"num_heads": lambda heads, ranks: heads}})
 
