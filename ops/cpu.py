@@ -260,14 +260,14 @@ def decode(codes: Tensor, scales: Tensor, signed: bool, out: Tensor | None = Non
 
 
 def to_bf16(x: Tensor, out: Tensor) -> None:
-    """Write the nearest bfloat16 numbers to fp32 [n], ties to even, to `out`, bfloat16 [n]."""
+    """Write fp32 [n] as the nearest bfloat16, ties to even, with the bits of torch's cast, to `out`, bfloat16 [n]."""
     check_tensor("to_bf16: x", x, (torch.float32,))
     check_tensor("to_bf16: out", out, (torch.bfloat16,), x.numel())
     if missing():
         out.copy_(x)
         return
     function, far = kernel("to_bf16"), goes_far(out)
-    in_parts(x.numel(), lambda at, end: function(x.data_ptr(), out.data_ptr(), at, min(end, x.numel()), far))
+    in_parts(x.numel(), lambda at, end: function(x.data_ptr(), out.data_ptr(), at, end, far))
 
 
 def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
@@ -282,7 +282,7 @@ def sum_bf16(rows: Sequence[Tensor], out: Tensor) -> None:
         return
     function, addresses = kernel("sum_bf16"), (ctypes.c_void_p * len(rows))(*[x.data_ptr() for x in rows])
     given, far = (addresses, len(rows), out.data_ptr()), goes_far(out)
-    in_parts(out.numel(), lambda at, end: function(*given, at, min(end, out.numel()), far))
+    in_parts(out.numel(), lambda at, end: function(*given, at, end, far))
 
 
 def checksum(memory: Tensor | int, num_bytes: int | None = None) -> int:

@@ -115,7 +115,7 @@ def elementwise(name: str, size: int, *arrays: tuple[Tensor, float], last: int |
     function, ends = kernel(name), [] if last is None else [last]
 
     def part(at: int, end: int) -> None:
-        function(*(x.data_ptr() + int(at * width) for x, width in arrays), min(end, size) - at, *ends)
+        function(*(x.data_ptr() + int(at * width) for x, width in arrays), end - at, *ends)
 
     in_parts(size, part)
 
@@ -130,7 +130,7 @@ def in_parts(size: int, part: Callable[[int, int], None], grain: int = BLOCK) ->
 
 
 def goes_far(out: Tensor) -> int:
-    """Whether an output is so large that the library writes it past the caches: in 0.6 of the time."""
+    """Whether an output is so large that the library writes it past the caches. A C int."""
     return int(out.nbytes >= _FAR)
 
 

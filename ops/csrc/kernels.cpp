@@ -2,9 +2,6 @@
 // shared library needs libc and libm alone.
 #include "vectors.h"
 
-#define EACH [&](auto full_, zf_i64 i, zf_i64 left) __attribute__((always_inline))
-#define FULL decltype(full_)::value
-
 namespace {
 
 struct Numbers { // a pair of vectors of fp32

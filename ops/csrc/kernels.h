@@ -4,7 +4,7 @@
 
 #include "rules.h"
 
-#define ZF_VERSION 11 /* of this interface; ops/cpu.py asks for the same */
+#define ZF_VERSION 11 /* of this interface; ops/native.py asks for the same */
 
 enum zf_number { ZF_FP32, ZF_BF16, ZF_FP16, ZF_FP64, ZF_ROWS /* of signs, of which the sum is meant */ };
 enum zf_moment { ZF_WHOLE, ZF_HALF, ZF_BLOCKS };

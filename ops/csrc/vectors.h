@@ -121,9 +121,9 @@ ZF_FN zf_u raw(const void *x) {
 }
 ZF_FN void put(void *to, zf_u x) { __builtin_memcpy(to, &x, sizeof(x)); }
 
-// Outputs that are larger than caches are written past them (`far`): a common store first reads from memory the line that
-// it overwrites. The address must be a multiple of a vector's bytes (`can_be_far`). `finish_far` comes before another
-// thread reads.
+// Outputs that are larger than caches are written past them (`far`): a common store first reads from memory the line
+// that it overwrites. The address must be a multiple of a vector's bytes (`can_be_far`). `finish_far` comes before
+// another thread reads.
 ZF_FN bool can_be_far(const void *to) { return (uintptr_t)to % sizeof(zf_u) == 0; }
 ZF_FN void put(void *to, zf_u x, bool far) {
 #if defined(__AVX2__)
@@ -299,6 +299,9 @@ ZF_FN void over(int64_t n, const Body &body) {
     for (; at + ZF_PAIR <= n; at += ZF_PAIR) body(Full<true>(), at, (int64_t)ZF_PAIR);
     if (at < n) body(Full<false>(), at, n - at);
 }
+// over(n, EACH { ... }): a body for elements from i on, `left` of them, a whole pair if FULL.
+#define EACH [&](auto full_, int64_t i, int64_t left) __attribute__((always_inline))
+#define FULL decltype(full_)::value
 
 #include "kernels.h"
 

@@ -169,23 +169,8 @@ void sum_all(const zf_u8 *const *codes, const zf_u16 *const *scales, zf_i64 num,
     finish_far(far);
 }
 
-// fp32 -> bf16, and the sum of rows of bf16 in fp32; `left` elements, which fill a pair if `full`.
-template <bool full>
-ZF_FN void to_bf16(const zf_u32 *x, zf_u16 *out, zf_i64 left, bool far) {
-    soon<true, 8192>(x), soon<true, 8192>(x + ZF_LANES); // nothing but memory takes time
-    const Pair now = load<full, true>(x, left);
-    store<full, true>(out, Bf16::stored_of(zf_float(now.even), zf_float(now.odd)), left, far);
-}
-template <bool full>
-ZF_FN void sum_bf16(const zf_u16 *const *rows, zf_i64 num_rows, zf_u32 *out, zf_i64 at, zf_i64 left, bool far) {
-    zf_f even = {}, odd = {};
-    for (zf_i64 k = 0; k < num_rows; ++k) {
-        const Pair now = load<full, true>(rows[k] + at, left);
-        even = k ? even + zf_from_bf16(now.even) : zf_from_bf16(now.even);
-        odd = k ? odd + zf_from_bf16(now.odd) : zf_from_bf16(now.odd);
-    }
-    store<full, true>(out + at, {zf_bits(even), zf_bits(odd)}, left, far);
-}
+// The nearest bf16 as torch's vectors have it: their NaN has all bits.
+ZF_FN zf_u as_torch(zf_f x) { return x != x ? ZF_ALL(0xFFFFu) : zf_near_bf16(x); }
 
 #define ZF_EACH_FORMAT(call)                                                                                           \
     format == ZF_INT8   ? call(ZF_INT8)                                                                                \
@@ -227,9 +212,13 @@ ZF_API void ZF_NAME(zf_wire_sum)(const zf_u8 *const *codes, const zf_u16 *const 
 // Elements [first, last) as the nearest bf16, ties to even.
 ZF_API void ZF_NAME(zf_to_bf16)(const zf_u32 *x, zf_u16 *out, zf_i64 first, zf_i64 last, zf_i32 far) {
     const bool past = far && can_be_far(out + first);
-    zf_i64 i = first;
-    for (; i + ZF_PAIR <= last; i += ZF_PAIR) to_bf16<true>(x + i, out + i, ZF_PAIR, past);
-    if (i < last) to_bf16<false>(x + i, out + i, last - i, past);
+    over(last - first, EACH {
+        const zf_u32 *from = x + first + i;
+        soon<true, 8192>(from), soon<true, 8192>(from + ZF_LANES); // nothing but memory takes time
+        Pair now = load<FULL, true>(from, left);
+        now = {as_torch(zf_float(now.even)), as_torch(zf_float(now.odd))};
+        store<FULL, true>(out + first + i, now, left, past);
+    });
     finish_far(past);
 }
 
@@ -237,8 +226,14 @@ ZF_API void ZF_NAME(zf_to_bf16)(const zf_u32 *x, zf_u16 *out, zf_i64 first, zf_i
 ZF_API void ZF_NAME(zf_sum_bf16)(const zf_u16 *const *rows, zf_i64 num_rows, zf_u32 *out, zf_i64 first, zf_i64 last,
                                  zf_i32 far) {
     const bool past = far && can_be_far(out + first);
-    zf_i64 i = first;
-    for (; i + ZF_PAIR <= last; i += ZF_PAIR) sum_bf16<true>(rows, num_rows, out, i, ZF_PAIR, past);
-    if (i < last) sum_bf16<false>(rows, num_rows, out, i, last - i, past);
+    over(last - first, EACH {
+        Pair now = load<FULL, true>(rows[0] + first + i, left);
+        zf_f even = zf_from_bf16(now.even), odd = zf_from_bf16(now.odd);
+        for (zf_i64 k = 1; k < num_rows; ++k) {
+            now = load<FULL, true>(rows[k] + first + i, left);
+            even += zf_from_bf16(now.even), odd += zf_from_bf16(now.odd);
+        }
+        store<FULL, true>(out + first + i, {zf_bits(even), zf_bits(odd)}, left, past);
+    });
     finish_far(past);
 }

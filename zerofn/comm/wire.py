@@ -115,9 +115,9 @@ class WireCodec:
 
 
 def _has_kernels(x: Tensor, coded: Tensor) -> bool:
-    """Return whether the CPU's kernels convert between a tensor and its encoded form, and are worth their call."""
+    """Return whether the CPU's kernels convert between a tensor and its encoded form."""
     known = x.device.type == "cpu" and x.dtype is torch.float32 and coded.dtype is torch.bfloat16
-    return known and x.numel() >= SMALL and x.is_contiguous() and coded.is_contiguous()
+    return known and x.is_contiguous() and coded.is_contiguous()
 
 
 CODECS = {"bf16": WireCodec(torch.bfloat16)}

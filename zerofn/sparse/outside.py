@@ -77,7 +77,7 @@ class _Reading:
 
     def value(self, x: Any, names: frozenset[str]) -> None:
         """Read a value. `names`: those of attributes that the code which has it may look up."""
-        if isinstance(x, enum.Enum):
+        if isinstance(x, enum.Enum):  # by name: facts are also compared between ranks
             self.facts.append((type(x), x.name))
         elif is_constant(x):
             self.facts.append(key_of(x))
