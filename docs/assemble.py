@@ -84,7 +84,7 @@ def generate() -> None:
         "# Recipes\n\nEach is one file that runs under `python` and under `torchrun`. The data are in `digits.py`.\n"
     ]
     for path in RECIPES:
-        first = path.read_text().split('"""')[1].split("\n")[0]
+        first = path.read_text().split('"""')[1].split("\n\n")[0]
         parts.append(f"## `{path.name}`\n\n{first}\n\n```py\n{path.read_text().rstrip()}\n```\n")
     (OUT / "recipes.md").write_text("\n".join(parts))
     for name, text in reference.pages().items():

@@ -125,7 +125,7 @@ def make_steps(args):
         return optim.warmup_cosine_decay_schedule(0.0, peak, args.steps // 10, args.steps)
 
     def group(peak: float):
-        matrices = lambda leaf: len(leaf.shape) > 1  # noqa: E731  (biases and norms do not decay)
+        matrices = lambda leaf: len(leaf.shape) > 1  # biases and norms do not decay
         return optim.adamw(schedule(peak), weight_decay=0.01, mask=matrices)
 
     tx = optim.chain(

@@ -58,7 +58,8 @@ Attention of blocks (`block_attention.py`, `csrc/attention.cpp`): one operation 
 The kernel holds scores as [keys, queries], so that a query's largest score, its sum and its mask are arithmetic of
 whole vectors. Keys and values are read in place, one number at a time beside vectors of queries. Its products take
 less time than those of torch's flash kernel, so that kernel is not used. Each sum has one order, so instruction sets
-and numbers of threads give the same bits.
+and numbers of threads give the same bits. On a GPU, `attention_flex.py` turns a layout into the blocks of torch's
+FlexAttention, whose kernels use tensor cores; one of our own would have to reach them on each architecture.
 
 Start reading: `registry.py`, then `update_rule.py` and one of the optimizers' rules.
 """

@@ -1,20 +1,21 @@
 """Attention of blocks of queries to the keys that a layout names, as one operation with a derivative.
 
 On the CPU the library does it (`csrc/attention.cpp`), in float32, float64, and bfloat16 with sums in float32; without
-the library `attention_reference` does, with torch's operations, block by block and more slowly.
+the library `attention_reference` does, with torch's operations, block by block and more slowly. On a GPU it is torch's
+FlexAttention (`attention_flex`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import attention_reference, native
+from . import attention_flex, attention_reference, native
 from .differentiable import Derivative, define_differentiable
 from .registry import OnShard, Traits
 
@@ -183,10 +184,16 @@ def _by_library(q: Tensor) -> bool:
     return q.device.type == "cpu" and native.missing() is None and q.dtype in NUMBERS
 
 
+def _by_flex(q: Tensor) -> bool:
+    return q.device.type == "cuda"
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, keys: Keys, pairs: int, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor]:
     out, lse = _fake(q, k, v)
+    if _by_flex(q):
+        return _laid_out(attention_flex.forward(q, k, v, keys, scale), (out, lse))
     keys, dropped = _prepared(keys, q, k), Dropped.make(seed, dropout)
     q, k, v = map(_readable, (q, k, v))
     if not _by_library(q):
@@ -195,6 +202,12 @@ def _forward(
     a = _described({"q": q, "k": k, "v": v, "out": out, "lse": lse}, keys, scale, dropped)
     _run("attention_forward", a, q.shape[0] * q.shape[1] * _tiles(q.shape[2], keys.block_q), pairs)
     return out, lse
+
+
+def _laid_out(results: Sequence[Tensor], promised: tuple[Tensor, ...]) -> Any:
+    """Return results with the strides that a capture has noted of them."""
+    pairs = zip(results, promised, strict=True)
+    return tuple(x if x.stride() == mine.stride() else mine.copy_(x) for x, mine in pairs)
 
 
 def _tiles(num_q: int, block_q: int) -> int:
@@ -216,6 +229,9 @@ def _backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _by_flex(q):
+        found = attention_flex.backward(q, k, v, grad_out, grad_lse, keys, scale)
+        return _laid_out(found, (_like(q), _like(k), _like(v)))
     grads = _like(q), _like(k).zero_(), _like(v).zero_()
     keys, dropped = _prepared(keys, q, k), Dropped.make(seed, dropout)
     q, k, v, out, grad_out = map(_readable, (q, k, v, out, grad_out))

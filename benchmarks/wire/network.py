@@ -72,6 +72,7 @@ TIME = [
     ("ZeroFn 3, bf16", UNCODED, "10 Gbit/s", 1.02),
 ]
 STEPS_APART = 20  # at least a round of them is measured, where ranks meet seldom
+AT_ONCE = {2: 99, 4: 5}  # rows in memory beside PLAIN, by number of ranks: 24 GiB hold no more
 PLANNED = {"ZeroFn 3, bf16": 0.52, "ZeroFn 3, int8": 0.27}  # bytes, of those without a codec
 INTERFACE_SLACK = 0.02  # headers, acknowledgements, segments sent again
 
@@ -87,17 +88,35 @@ class Cell:
         self._there: dict[str, Ranks] = {}
 
     def run(self, hosts: Hosts | Loopback, links: dict[str, Link], console: Console) -> None:
-        """Start every row, and measure them in turns on each link."""
+        """Measure all rows, as many at a time as memory holds, each of them beside PLAIN."""
         expected = reference(self.world, self.options)
-        theirs = [row for row in self.rows if row.startswith("DeepSpeed")]
+        others = [row for row in self.rows if row != PLAIN]
+        for first in range(0, max(1, len(others)), AT_ONCE[self.world]):
+            rows = [PLAIN, *others[first : first + AT_ONCE[self.world]]]
+            before = self.found.pop(PLAIN, None)
+            self._together(rows, expected, hosts, links, console)
+            for row in rows:
+                for link, rounds in self.found.get(row, {}).items():
+                    for x, plain in zip(rounds, self.found[PLAIN][link], strict=False):
+                        x["plain_ms"] = plain["ms"]
+            self.found = {PLAIN: before or self.found[PLAIN], **{r: x for r, x in self.found.items() if r != PLAIN}}
+
+    def _together(
+        self, rows: list[str], expected: list[float], hosts: Hosts | Loopback, links: dict[str, Link], console: Console
+    ) -> None:
+        """Start some rows, and measure them in turns on each link."""
+        self._there = {}
+        theirs = [row for row in rows if row.startswith("DeepSpeed")]
         with contextlib.ExitStack() as stack:
-            for python, rows in (
-                (self.options.zerofn_python, [row for row in self.rows if row not in theirs]),
+            for python, mine in (
+                (self.options.zerofn_python, [row for row in rows if row not in theirs]),
                 (self.options.peers_python, theirs),
             ):
+                if not mine:
+                    continue
                 command = [*program(python, "benchmarks.wire.staying"), "--workload", self.options.workload]
-                ranks = stack.enter_context(Ranks(python, commands(hosts, command, self.world, len(self._there))))
-                for row in rows:
+                ranks = stack.enter_context(Ranks(python, commands(hosts, command, self.world, len(self.found))))
+                for row in mine:
                     self._begin(row, ranks, expected, console)
             for link, turns in self._turns(links):
                 if isinstance(hosts, Hosts):
@@ -206,8 +225,8 @@ def table(world: str, cell: dict[str, Any], parameters: int) -> Table:
     for row, found in rows.items():
         figures = []
         for link in links:
-            times, plain = ([x["ms"] for x in rows[which][link]] for which in (row, PLAIN))
-            figures += [f"{statistics.median(times):.0f}", str(ratio(times, plain[: len(times)]))]
+            times, plain = ([x[which] for x in rows[row][link]] for which in ("ms", "plain_ms"))
+            figures += [f"{statistics.median(times):.0f}", str(ratio(times, plain))]
         sent = statistics.median(x["sent"] for rounds in found.values() for x in rounds)
         planned = f"{cell['planned'][row] / MB:.1f}" if row in cell["planned"] else "-"
         style = "bold green" if row in ZEROFN else None

@@ -21,6 +21,7 @@ TRAINED = (  # as wire.md and wire_quality.json name them
 def of_wires() -> Iterator[Piece]:
     """Yield the pieces of wire.md."""
     yield from _of_links()
+    yield from _of_four()
     yield from _of_steps()
     yield from _of_codecs()
     yield from _of_minutes()
@@ -34,7 +35,7 @@ def _of_links() -> Iterator[Piece]:
         found: list[Figure] = [_sent(name)]
         for link in ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s"):
             found += [of("wire_network", *at, name, link, "ms")]
-            found += [Key("wire_network", (*at, name, link, "ms"), (*at, "DDP", link, "ms"))]
+            found += [Key("wire_network", (*at, name, link, "ms"), (*at, name, link, "plain_ms"))]
         return found
 
     for words, name in (
@@ -47,6 +48,25 @@ def _of_links() -> Iterator[Piece]:
         ("`zerofn.diloco(every=10)`", "ZeroFn, DiLoCo 10"), ("`zerofn.diloco(every=50)`", "ZeroFn, DiLoCo 50"),
     ):  # fmt: skip
         yield f"| {words} | {{:.1f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} |", row(name)
+
+
+def _of_four() -> Iterator[Piece]:
+    """Yield the sentence on four ranks."""
+
+    def times(name: str, link: str) -> Figure:
+        at = ("cells", "4", "rows")
+        return Key("wire_network", (*at, name, link, "ms"), (*at, name, link, "plain_ms"))
+
+    slow = ("FSDP2", "ZeroFn 3", "ZeroFn 3, int8", "ZeroFn 0, 1-bit Adam", "ZeroFn, DiLoCo 10")
+    yield (
+        'FSDP2 {:.2f}, stage 3 {:.2f}, with `wire="int8"` {:.2f}, `optim.onebit_adam` {:.2f}, '
+        "`zerofn.diloco(every=10)` {:.2f}.",
+        [times(name, "100 Mbit/s") for name in slow],
+    )
+    yield (
+        'At 10 Gbit/s, `wire="int8"` takes {:.2f} and `optim.onebit_adam` {:.2f}.',
+        [times(name, "10 Gbit/s") for name in slow[2:4]],
+    )
 
 
 def _of_steps() -> Iterator[Piece]:

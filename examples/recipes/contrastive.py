@@ -1,6 +1,8 @@
-"""A contrastive loss over the embeddings of all ranks. Two ranks compute the same loss as one rank with all rows.
+"""A contrastive loss over the embeddings of all ranks. Two ranks compute the same loss
+as one rank with all rows.
 
-python examples/recipes/contrastive.py      torchrun --nproc-per-node 2 examples/recipes/contrastive.py
+python examples/recipes/contrastive.py
+torchrun --nproc-per-node 2 examples/recipes/contrastive.py
 """
 
 import torch
@@ -14,22 +16,28 @@ from zerofn import optim
 
 def build():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32)
+    )
 
 
 def main(steps=100, rows=32, temperature=0.1):
     model = zerofn.skeleton(build)
 
     def init_state():
-        return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.adamw(3e-3))
+        return zerofn.TrainState.create(
+            params=dict(build().named_parameters()), tx=optim.adamw(3e-3)
+        )
 
     def loss_fn(params, batch):
         """Which of all ranks' shifted images is this one? (InfoNCE)"""
         x = batch["x"]
         one, other = (
-            nn.functional.normalize(functional_call(model, params, (view,)), dim=-1) for view in (x, x.roll(1, dims=3))
+            nn.functional.normalize(functional_call(model, params, (view,)), dim=-1)
+            for view in (x, x.roll(1, dims=3))
         )
-        everyone = zerofn.collectives.all_gather(other)  # [ranks * rows, 32]; its gradient goes back to each rank
+        # [ranks * rows, 32]; its gradient goes back to each rank
+        everyone = zerofn.collectives.all_gather(other)
         right = torch.arange(len(x)) + zerofn.rank("rows") * len(x)
         return nn.functional.cross_entropy(one @ everyone.T / temperature, right)
 

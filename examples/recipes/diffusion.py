@@ -1,6 +1,8 @@
-"""Diffusion: a small UNet learns to predict the noise in images. Times and noise are drawn from the step's key.
+"""Diffusion: a small UNet learns to predict the noise in images. Times and noise are
+drawn from the step's key.
 
-python examples/recipes/diffusion.py      torchrun --nproc-per-node 2 examples/recipes/diffusion.py
+python examples/recipes/diffusion.py
+torchrun --nproc-per-node 2 examples/recipes/diffusion.py
 """
 
 import torch
@@ -12,7 +14,8 @@ import zerofn
 from zerofn import optim
 
 TIMES = 50
-KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, TIMES), 0)  # how much of the image's variance is left
+# how much of the image's variance is left
+KEPT = torch.cumprod(1 - torch.linspace(1e-3, 0.2, TIMES), 0)
 
 
 class UNet(nn.Module):
@@ -43,14 +46,19 @@ def main(steps=200, rows=64):
     model = zerofn.skeleton(build)
 
     def init_state():
-        return zerofn.TrainState.create(params=dict(build().named_parameters()), tx=optim.adamw(2e-3))
+        return zerofn.TrainState.create(
+            params=dict(build().named_parameters()), tx=optim.adamw(2e-3)
+        )
 
     def loss_fn(params, batch):
         x = batch["x"]
         t = torch.randint(0, TIMES, (len(x),))
         noise, kept = torch.randn_like(x), KEPT[t][:, None, None, None]
         return nn.functional.mse_loss(
-            functional_call(model, params, (kept.sqrt() * x + (1 - kept).sqrt() * noise, t)), noise
+            functional_call(
+                model, params, (kept.sqrt() * x + (1 - kept).sqrt() * noise, t)
+            ),
+            noise,
         )
 
     def train_step(state, batch):
@@ -62,7 +70,10 @@ def main(steps=200, rows=64):
         x, t = batch["x"], batch["t"]
         with torch.no_grad():
             noise = functional_call(model, zerofn.gather(params), (x, t.expand(len(x))))
-        now, before = KEPT.take(t), torch.where(t > 0, KEPT.take((t - 1).clamp(min=0)), 1.0)
+        now, before = (
+            KEPT.take(t),
+            torch.where(t > 0, KEPT.take((t - 1).clamp(min=0)), 1.0),
+        )
         clean = ((x - (1 - now).sqrt() * noise) / now.sqrt()).clamp(-1, 1)
         return before.sqrt() * clean + (1 - before).sqrt() * noise
 

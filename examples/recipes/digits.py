@@ -7,10 +7,12 @@ import zerofn
 
 
 def batches(steps, rows):
-    """Yield this rank's part of each batch: x [rows, 1, 8, 8] from -1 to 1, y [rows]."""
+    """Yield this rank's rows of each batch: x [rows, 1, 8, 8] in [-1, 1], y [rows]."""
     data, draw = load_digits(), torch.Generator().manual_seed(0)
     x = torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1
     y = torch.tensor(data.target)
     for _ in range(steps):
-        mine = torch.randperm(len(x), generator=draw)[zerofn.rank("rows") * rows :][:rows]
+        mine = torch.randperm(len(x), generator=draw)[zerofn.rank("rows") * rows :][
+            :rows
+        ]
         yield {"x": x[mine], "y": y[mine]}

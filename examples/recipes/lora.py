@@ -1,6 +1,8 @@
-"""LoRA: a frozen, sharded base model and small trained matrices. Only the small matrices have gradients and moments.
+"""LoRA: a frozen, sharded base model and small trained matrices. Only the small
+matrices have gradients and moments.
 
-python examples/recipes/lora.py      torchrun --nproc-per-node 2 examples/recipes/lora.py
+python examples/recipes/lora.py
+torchrun --nproc-per-node 2 examples/recipes/lora.py
 """
 
 import torch
@@ -18,7 +20,9 @@ class LoRA(nn.Module):
     def __init__(self, base, rank=4):
         super().__init__()
         self.base = base
-        self.lora_a = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.lora_a = nn.Parameter(
+            torch.randn(rank, base.in_features) / base.in_features**0.5
+        )
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
 
     def forward(self, x):
@@ -36,7 +40,9 @@ def trained(state, model, steps, rows, sign):
     """Train; with `sign` -1 on negatives of the images."""
 
     def loss_fn(params, batch):
-        return nn.functional.cross_entropy(functional_call(model, params, (sign * batch["x"],)), batch["y"])
+        return nn.functional.cross_entropy(
+            functional_call(model, params, (sign * batch["x"],)), batch["y"]
+        )
 
     def train_step(state, batch):
         loss, grads = state.value_and_grad(loss_fn)(batch)
@@ -54,15 +60,20 @@ def main(steps=100, rows=32):
     model = zerofn.skeleton(build)
 
     def base():
-        """The base learns, as if it had been downloaded; the matrices stay as they are."""
+        """The base learns, as if downloaded; the matrices stay as they are."""
         params = dict(build().named_parameters())
-        return zerofn.TrainState.create(params=params, tx=optim.adamw(3e-3), frozen=lambda name: "lora" in name)
+        return zerofn.TrainState.create(
+            params=params, tx=optim.adamw(3e-3), frozen=lambda name: "lora" in name
+        )
 
     pretrained, _ = trained(zerofn.shard(base), model, steps, rows, sign=1)
-    params = zerofn.unshard(pretrained.params)  # of a large model: load_safetensors, which reads each rank's part
+    # of a large model: load_safetensors, which reads each rank's part
+    params = zerofn.unshard(pretrained.params)
 
     def adapted():
-        return zerofn.TrainState.create(params=params, tx=optim.adamw(3e-3), frozen=lambda name: "lora" not in name)
+        return zerofn.TrainState.create(
+            params=params, tx=optim.adamw(3e-3), frozen=lambda name: "lora" not in name
+        )
 
     state, losses = trained(zerofn.shard(adapted), model, steps, rows, sign=-1)
     print(state)

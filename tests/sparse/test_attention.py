@@ -352,6 +352,12 @@ def test_there_is_no_second_derivative():
         slope.sum().backward()
 
 
+@pytest.mark.parametrize("scale", [float("inf"), float("-inf")])
+def test_a_scale_is_finite(scale):
+    with pytest.raises(ValueError, match=f"scale must be a finite number, got {scale}"):
+        sparse.attention(*inputs(queries=40)[:3], sparse.causal, scale=scale)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -181,6 +181,8 @@ def test_mistakes_are_sentences():
         ValueError, match="attention layer 3 does not exist; LlamaForCausalLM has 3 attention layers, from 0 to 2"
     ):
         sparse.use(llama(), PATTERN, layers=[3])
+    with pytest.raises(ValueError, match="layers is empty, so no layer would change"):
+        sparse.use(llama(), PATTERN, layers=[])
     with pytest.raises(TypeError, match="layout must be a pattern"):
         sparse.use(llama(), 3)
     layer, x = nn.MultiheadAttention(16, 4, batch_first=True), torch.randn(1, 50, 16)

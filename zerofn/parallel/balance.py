@@ -22,8 +22,9 @@ _FINER = (2, 4, 8)  # chunks of a rank in deals that are tried
 def balanced_chunks(layout: What, length: int, mesh: Mesh, *, causal: bool = True, heads: int = 1) -> Chunks:
     """Return which chunks of a row each rank along `context` should have, for attention in a ring by a layout.
 
-    `layout`: a pattern or a function, see `zerofn.sparse.attention`. Its documents must be known, and be the same for
-    all rows. `length`: the tokens of a row. `causal`: whether a query attends only to earlier tokens and itself.
+    `layout`: a pattern or a function, see `zerofn.sparse.attention`. Documents that a batch brings or that differ
+    between rows, and padding, are not counted. `length`: the tokens of a row. `causal`: whether a query attends only to
+    earlier tokens and itself.
     `heads`: the number of query heads, if the layout differs between heads.
 
     We try these ways to distribute chunks: one chunk per rank, in order; an early and a late chunk per rank; and 2, 4

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .._torch_compat import current_trace
+from .._torch_compat import current_trace, plain_dispatch
+from ..ops import attention_flex
 from ..ops.block_attention import NUMBERS, Keys, block_attention
 from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
-from .patterns import Both, Causal, Everything, Function, Pattern, Sizes
+from .patterns import NONE, Both, Causal, Everything, Function, Pattern, Sizes
 from .rows import Documents, Padding, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,12 +35,13 @@ def attention(
 ) -> Tensor:
     """Attention of each query to the keys that a layout allows. Only tiles with allowed pairs are computed.
 
-    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, float64 or bfloat16; H, the number of query
-    heads, is a multiple of G, that of key heads. `layout`: a pattern (`sliding_window`, `documents`, ..., combined with
-    `&` and `|`); the result of `sparse.layout`; blocks that the step chooses (`chosen`); or a function (head, query,
-    key) -> booleans, of int64 tensors that broadcast, which is evaluated once, tile by tile. `is_causal`: also forbid
-    keys after the query. `scale`: factor of the scores, by default D ** -0.5. `dropout`: the fraction of weights that
-    is dropped; the others are scaled by 1 / (1 - dropout). Inside a loss function, draws come from the step's key.
+    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, bfloat16, float64 (on the CPU) or float16 (on a
+    GPU); H, the number of query heads, is a multiple of G, that of key heads. `layout`: a pattern (`sliding_window`,
+    `documents`, ..., combined with `&` and `|`); the result of `sparse.layout`; blocks that the step chooses
+    (`chosen`); or a function (head, query, key) -> booleans, of int64 tensors that broadcast, which is evaluated once,
+    tile by tile. `is_causal`: also forbid keys after the query. `scale`: factor of the scores, by default D ** -0.5.
+    `dropout`: the fraction of weights that is dropped (on the CPU only); the others are scaled by 1 / (1 - dropout).
+    Inside a loss function, draws come from the step's key.
 
     -> [B, H, L, E] in the dtype of `q`. A query without an allowed key gets zeros, and has no gradient. Differentiable
     once, in q, k and v; a second derivative raises `NotImplementedError`. Raises `TypeError` and `ValueError` for
@@ -65,7 +68,7 @@ def by_layout(
     """Return what `attention` does with a layout of all tokens and, if they are given, of each query the keys of
     `spans`, int32 [batch or 1, queries, 2], and of all queries those of `there`, bool [batch or 1, keys].
     """
-    keys, pairs = _of_layout(what, q.shape[0], q.shape[1])
+    keys, pairs = _of_layout(what, q)
     return _run(q, k, v, None, keys._replace(spans=spans, there=there), pairs, scale, 0.0)[0]
 
 
@@ -85,7 +88,7 @@ def with_logsumexp(
     of a whole attention, if they are not all of it; the layout is of the whole.
     """
     q, k, v = _by_autocast(q, k, v)
-    sizes = _check(q, k, v, dropout)
+    sizes = _check(q, k, v, scale, dropout)
     keys, pairs = _keys(layout, q, sizes, is_causal, part)
     seed = torch.randint((1 << 63) - 1, (), dtype=torch.int64, device="cpu") if dropout else None
     return _run(q, k, v, seed, keys, pairs, scale, dropout)
@@ -108,17 +111,18 @@ def _by_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
+def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, dropout: float = 0.0) -> Sizes:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"sparse.attention: {name} must be [batch, heads, tokens, width], got {list(x.shape)}.")
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in NUMBERS:
+    if q.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"sparse.attention: expected q on the CPU or on a CUDA device, and it is on {q.device}.")
+    dtypes = NUMBERS if q.device.type == "cpu" else attention_flex.DTYPES
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
         raise TypeError(
-            "sparse.attention: q, k and v must be of one dtype, float32, float64 or bfloat16, got "
+            f"sparse.attention: on {q.device}, q, k and v must be of one dtype, {', '.join(map(str, dtypes))}; got "
             f"{q.dtype}, {k.dtype} and {v.dtype}."
         )
-    if q.device.type != "cpu":
-        raise ValueError(f"sparse.attention: q is on {q.device}, but sparse attention runs on the CPU only so far.")
     if not q.device == k.device == v.device:
         raise ValueError(
             f"sparse.attention: q, k and v must be on one device, got {q.device}, {k.device} and {v.device}."
@@ -138,8 +142,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Sizes:
             "sparse.attention: the number of query heads must be a multiple of the number of key heads; "
             f"got {q.shape[1]} and {k.shape[1]}."
         )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"sparse.attention: scale must be a finite number, got {scale}.")
     if not 0 <= dropout < 1:
         raise ValueError(f"sparse.attention: dropout={dropout} must be at least 0 and less than 1.")
+    if q.device.type == "cuda" and (reason := attention_flex.reason_against(dropout)):
+        raise ValueError(f"sparse.attention: {reason}")
     return Sizes(q.shape[1], q.shape[2], k.shape[2])
 
 
@@ -162,15 +170,23 @@ def _keys(what: What, q: Tensor, sizes: Sizes, is_causal: bool, part: Part | Non
             f"sparse.attention: the layout was made for {what.sizes.heads} heads, {what.sizes.queries} queries and "
             f"{what.sizes.keys} keys, but q and k have {sizes.heads}, {sizes.queries} and {sizes.keys}."
         )
-    keys, pairs = _of_layout(what, batch, sizes.heads)
+    keys, pairs = _of_layout(what, q)
     narrow = functools.reduce(_narrower, spans) if spans else None
     found = functools.reduce(torch.logical_and, there) if there else None
     return keys._replace(spans=narrow, there=found, causal=is_causal), pairs
 
 
-def _of_layout(what: Layout, batch: int, heads: int) -> tuple[Keys, int]:
-    pairs = batch * what.computed * (heads // what.sizes.heads)
+def _of_layout(what: Layout, q: Tensor) -> tuple[Keys, int]:
+    computed = what.computed if q.device.type == "cpu" else _computed_on_gpu(what)
+    pairs = q.shape[0] * computed * (q.shape[1] // what.sizes.heads)
     return Keys(what.starts, what.runs, what.bits, None, None, None, what.tile, what.tile, False), pairs
+
+
+@functools.lru_cache(maxsize=64)
+def _computed_on_gpu(what: Layout) -> int:
+    """Return the pairs of tokens of a layout in the larger blocks that a GPU computes."""
+    with plain_dispatch():  # a step may ask: it depends on numbers alone
+        return attention_flex.computed(what.status > NONE, what.tile, *what.sizes[1:])
 
 
 def pattern_of(what: object) -> Pattern:
@@ -287,7 +303,7 @@ def _of_ends(of: Documents, batch: int, sizes: Sizes) -> Tensor:
 
 def check_part(q: Tensor, k: Tensor, v: Tensor, what: What, num: int) -> None:
     """Raise, before anything is sent, what attention by a layout raises of parts of rows of `num` tokens."""
-    _check(q, k, v, 0.0)
+    _check(q, k, v)
     if not isinstance(what, Layout | Blocks):
         for factor in _factors(pattern_of(what)):
             if isinstance(factor, Documents):
@@ -315,6 +331,9 @@ def _of_blocks(what: Blocks, batch: int, sizes: Sizes, is_causal: bool, part: Pa
             f"queries in blocks of {what.block_q}, got {list(index.shape)}."
         )
     index = index.expand(batch, sizes.heads, num, index.shape[3])
-    per_query = min(index.shape[3] * what.block_k, sizes.keys)
+    keys = index.shape[3] * what.block_k
+    if index.device.type == "cuda":
+        keys = attention_flex.most_keys(index.shape[3], what.block_q, what.block_k)
+    per_query = min(keys, sizes.keys)
     pairs = batch * sizes.heads * sizes.queries * per_query
     return Keys(None, None, None, index, None, None, what.block_q, what.block_k, is_causal), pairs

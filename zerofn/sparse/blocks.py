@@ -29,8 +29,8 @@ def chosen(index: Tensor, block: int, *, queries: int | None = None) -> Blocks:
 
     `index` int32 or int64 [batch, heads, blocks of queries, k], or with 1 for the batch or the heads: indices of blocks
     of keys. -1 means no block, and a repeated block counts once. `block`: number of tokens of a block of keys.
-    `queries`: number of tokens of a block of queries, by default the same. The index has no gradient. On the CPU,
-    attention refuses an index of a block that does not exist.
+    `queries`: number of tokens of a block of queries, by default the same. The index has no gradient. Attention refuses
+    an index of a block that does not exist; on a GPU an assertion of the device does, without a wait.
 
     Raises `TypeError` and `ValueError` for a wrong dtype or shape, and for blocks without a token.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from .._torch_compat import plain_dispatch
 from ..util.arguments import checked
 from ..util.html import preformatted
-from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
+from .patterns import FULL, NONE, PARTIAL, Function, Pattern, Sizes, Tiles
 from .picture import svg
 
 WORD = 64  # queries of a word of bits
@@ -62,11 +63,18 @@ class Layout:
 
 
 @checked()
-def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: int = 1) -> Layout:
+def layout(
+    pattern: Pattern | Callable[[Tensor, Tensor, Tensor], Tensor],
+    queries: int,
+    keys: int | None = None,
+    *,
+    heads: int = 1,
+) -> Layout:
     """Evaluate a pattern by tiles, some tiles at a time, never for all pairs of tokens at once.
 
-    `queries`, `keys`: numbers of tokens; `keys` is by default equal to `queries`. `heads`: number of query heads; a
-    pattern that is the same for all heads makes a layout of one head.
+    `pattern`: or a function of (head, query, key), as for `sparse.attention`. `queries`, `keys`: numbers of tokens;
+    `keys` is by default equal to `queries`. `heads`: number of query heads; a pattern that is the same for all heads
+    makes a layout of one head.
 
     >>> from zerofn import sparse
     >>> sparse.layout(sparse.sliding_window(64) & sparse.causal, 256)
@@ -77,6 +85,7 @@ def layout(pattern: Pattern, queries: int, keys: int | None = None, *, heads: in
         raise ValueError(
             f"sparse.layout: queries={queries}, keys={sizes.keys} and heads={heads} must all be 1 or more."
         )
+    pattern = pattern if isinstance(pattern, Pattern) else Function(pattern)
     with plain_dispatch():  # a step may make a layout: it depends on numbers alone
         return _made(pattern, sizes)
 

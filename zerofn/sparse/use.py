@@ -43,8 +43,8 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
 
     When attention is called, raises `ValueError` if the model passes its own mask (padding, packed rows, a window),
     unless the mask is a triangle or hides nothing, if a layer computes attention in another way, or if the numbers of
-    keys and queries differ. Raises `ValueError` for a model without such layers, and for indices of layers that do not
-    exist.
+    keys and queries differ. Raises `ValueError` for a model without such layers, for indices of layers that do not
+    exist, and for no index.
 
     >>> layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
     >>> from zerofn import sparse
@@ -63,6 +63,8 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
             f"sparse.use: no layer of {type(model).__name__} calls torch.nn.functional.scaled_dot_product_attention in "
             "its methods. Write sparse.attention(q, k, v, layout) where it computes attention."
         )
+    if layers is not None and not len(layers):
+        raise ValueError("sparse.use: layers is empty, so no layer would change. Leave it out to mean all layers.")
     for number in range(len(found)) if layers is None else layers:
         if not isinstance(number, int):
             raise TypeError(f"sparse.use: layers must be indices of attention layers, such as [0, 2], got {layers!r}.")
