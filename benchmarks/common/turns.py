@@ -7,12 +7,23 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.common import processes
 from benchmarks.common.processes import BenchmarkError
+
+T = TypeVar("T")
+
+
+def in_turn(rows: Sequence[T], number: int, rounds: int = 0) -> list[T]:
+    """Return rows in the order of round `number`. Each round begins with another row, and every second one runs
+    backwards, so that no row always runs behind the same other one. `rounds`: if they are few, how many there are.
+    """
+    shift = number * (max(1, len(rows) // rounds) if rounds else 1) % len(rows)
+    order = [*rows[shift:], *rows[:shift]]
+    return order[::-1] if number % 2 else order
 
 
 class Ranks:

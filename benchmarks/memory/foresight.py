@@ -28,6 +28,7 @@ from benchmarks.common import processes, report
 from benchmarks.common.check import Check
 from benchmarks.common.processes import HERE, BenchmarkError, program
 from benchmarks.common.statistic import interval
+from benchmarks.common.turns import in_turn
 
 STEPS = 4  # of a round
 SECONDS = (0.8, 1.2)  # predicted / measured, of every row
@@ -137,8 +138,7 @@ def child(name: str, world: int, rank: int, port: int, rounds: int) -> dict[str,
             op_timer.forget()
             machine = zerofn.this_machine()
             cost = op_timer.measured([row.plan.graph for row in rows.values()], machine)
-        order = list(rows.items())
-        for key, row in order[number % len(order) :] + order[: number % len(order)]:
+        for key, row in in_turn([*rows.items()], number):
             with _together(world):
                 out[key]["measured"].append(statistics.median(row.run(STEPS)))
             out[key]["predicted"].append(Timeline(row.plan.graph, machine, world, cost).seconds)

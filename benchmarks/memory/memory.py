@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.common import processes, report
 from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.processes import BenchmarkError, program
-from benchmarks.common.turns import Ranks
+from benchmarks.common.turns import Ranks, in_turn
 from benchmarks.common.workload import BUDGETED, STACK
 from benchmarks.memory import picture as memory_picture
 from benchmarks.memory import report as memory_report
@@ -98,8 +98,7 @@ class Model:
         """Every row once a round, starting with another one each round."""
         names, options = list(self.rows), self.bench.options
         for turn in range(options.rounds):
-            shift = turn * max(1, len(names) // options.rounds) % len(names)
-            for name in names[shift:] + names[:shift]:
+            for name in in_turn(names, turn, options.rounds):
                 row = self.rows[name]
                 what = {"row": row["number"]} if "number" in row else {}
                 found = self.systems[name if not what else ZEROFN].ask("turn", steps=options.steps, **what)

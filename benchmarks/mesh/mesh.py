@@ -25,6 +25,7 @@ from benchmarks.common.check import Check
 from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.statistic import ratio
+from benchmarks.common.turns import in_turn
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.mesh.rows import PEERS, ZEROFN
 from benchmarks.step.worker import NUM_WARMUP_STEPS
@@ -120,8 +121,7 @@ def rounds(runs: Runs, rows: list[str], world: int, console: Console) -> dict[st
     rows = [x for x in rows if x not in runs.broken]
     cell: dict[str, list[dict[str, float]]] = {row: [] for row in rows}
     for number in range(runs.options.rounds):
-        shift = number % len(rows)
-        for row in rows[shift:] + rows[:shift]:
+        for row in in_turn(rows, number):
             cell[row].append(runs.measured(row, world))
             console.print(f"round {number + 1}  {row:<32} {cell[row][-1]['ms']:.0f} ms", highlight=False)
     return cell

@@ -23,6 +23,7 @@ from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.report import surroundings
 from benchmarks.common.statistic import Ratio, interval, ratio
+from benchmarks.common.turns import in_turn
 
 AVX2 = ", AVX2"  # the end of the name of a row that leaves AVX-512 alone
 ROWS = (
@@ -113,8 +114,7 @@ def measure(options: argparse.Namespace, threads: int, console: Console) -> dict
     found: dict[str, list[float]] = {name: [] for name in rows}
     try:
         for number in range(options.rounds + 1):
-            shift = number * max(1, len(rows) // options.rounds) % len(rows)
-            for name in rows[shift:] + rows[:shift]:
+            for name in in_turn(rows, number, options.rounds):
                 seconds = min(worker.seconds(name) for _ in range(options.repeats))
                 if number:
                     found[name].append(seconds)

@@ -27,7 +27,7 @@ from benchmarks.common.check import Check
 from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.processes import BenchmarkError
 from benchmarks.common.statistic import ratio
-from benchmarks.common.turns import Ranks
+from benchmarks.common.turns import Ranks, in_turn
 from benchmarks.mesh.mesh import Found, Runs, table
 from benchmarks.pipe.rows import PEERS, WORKLOADS, ZEROFN
 
@@ -62,8 +62,7 @@ def in_turns(runs: PipeRuns, rows: list[str], world: int, console: Console) -> d
                     f"{left / 1e9:.1f} GB are left for the rows after {row!r}: leave some out by --only."
                 )
         for number in range(1 + runs.options.rounds):
-            shift = number % len(rows)
-            for row in rows[shift:] + rows[:shift]:
+            for row in in_turn(rows, number):
                 ranks = there[row].ask("step")
                 if number == 0:  # all are there only now
                     continue

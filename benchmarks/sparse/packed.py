@@ -27,6 +27,7 @@ from benchmarks.common import report
 from benchmarks.common.check import Check
 from benchmarks.common.options import add_end
 from benchmarks.common.statistic import ratio
+from benchmarks.common.turns import in_turn
 from zerofn import optim
 from zerofn.capture import sparse_masks
 from zerofn.ops import native
@@ -88,8 +89,7 @@ def measured(rows: dict[str, Any], rounds: int) -> dict[str, list[float]]:
     names = list(rows)
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in in_turn(names, number):
             step, state, batch, _ = rows[name]
             began = time.perf_counter()
             rows[name][1] = step(state, batch)[0]

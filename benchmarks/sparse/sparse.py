@@ -28,6 +28,7 @@ from benchmarks.common.check import Check
 from benchmarks.common.measure import memory_bytes
 from benchmarks.common.options import add_end
 from benchmarks.common.statistic import ratio
+from benchmarks.common.turns import in_turn
 from zerofn import sparse
 from zerofn.ops import native
 
@@ -130,9 +131,7 @@ def timed(every: Mapping[str, Attend], length: int, rounds: int) -> dict[str, li
     given, names = inputs(length), list(every)
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
-        shift = number % len(names)
-        order = names[shift:] + names[:shift]
-        for name in order if number % 2 else order[::-1]:  # so that no row always runs behind the same other one
+        for name in in_turn(names, number):
             began = time.perf_counter()
             both_ways(name, every[name], given)
             if number:

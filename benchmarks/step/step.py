@@ -23,6 +23,7 @@ from benchmarks.common import limits, picture, processes, report
 from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.peers import KEEPING, PEERS
 from benchmarks.common.processes import BenchmarkError, program
+from benchmarks.common.turns import in_turn
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.common.zerofn_rows import ACCUMULATING
 from benchmarks.common.zerofn_rows import ROWS as ZEROFN
@@ -171,8 +172,7 @@ def measure_rounds(bench: Bench, systems: list[str], console: Console) -> dict[s
     """Every system once a round, starting with another one each round."""
     found: dict[str, list[dict]] = {system: [] for system in systems}
     for number in range(bench.options.rounds):
-        shift = number * max(1, len(systems) // bench.options.rounds) % len(systems)
-        for system in systems[shift:] + systems[:shift]:
+        for system in in_turn(systems, number, bench.options.rounds):
             if system in ONE_RANK:
                 workload = "tiny" if "tiny" in system else bench.options.workload
                 result = bench.one_rank(system, workload, bench.options.steps)

@@ -20,6 +20,7 @@ from benchmarks.common import report
 from benchmarks.common.check import Check
 from benchmarks.common.options import add_end
 from benchmarks.common.statistic import ratio
+from benchmarks.common.turns import in_turn
 from zerofn.comm.block_wire import BlockWire
 from zerofn.comm.wire import CODECS
 from zerofn.ops import cpu
@@ -56,8 +57,7 @@ def measured(options: argparse.Namespace) -> dict[str, list[float]]:
     every = rows(x)
     names, found = list(every), {name: [] for name in every}
     for number in range(options.rounds + 1):
-        shift = number % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in in_turn(names, number):
             nbytes, run = every[name]
             began = time.perf_counter()
             run()

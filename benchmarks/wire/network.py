@@ -29,7 +29,7 @@ from benchmarks.common.check import Check
 from benchmarks.common.options import add_end, add_pythons
 from benchmarks.common.processes import BenchmarkError, program
 from benchmarks.common.statistic import ratio
-from benchmarks.common.turns import Ranks
+from benchmarks.common.turns import Ranks, in_turn
 from benchmarks.common.workload import WORKLOADS
 from benchmarks.step.step import check_versions
 from benchmarks.wire.curves import PLAIN, SIGNS
@@ -148,10 +148,9 @@ class Cell:
         apart = {row: max(1, STEPS_APART // every) for row in self._there if (every := every_of(row))}
         for number in range(max(rounds.values())):
             rows = [row for row in self._there if number < apart.get(row, number + 1)]
-            shift = number % len(rows)
             for name in links:
                 if number < rounds[name]:
-                    yield name, rows[shift:] + rows[:shift]
+                    yield name, in_turn(rows, number)
 
     def _step(self, row: str, link: str, steps: int, hosts: Hosts | Loopback, console: Console) -> None:
         ranks = self._there[row].ask("step", row=row, num=every_of(row) or steps)

@@ -27,7 +27,7 @@ from benchmarks.common import report
 from benchmarks.common.check import Check
 from benchmarks.common.options import add_end
 from benchmarks.common.processes import HERE, BenchmarkError, program
-from benchmarks.common.turns import Ranks
+from benchmarks.common.turns import Ranks, in_turn
 from benchmarks.wire.curves import (
     APART,
     INT8,
@@ -82,8 +82,7 @@ def timed(options: argparse.Namespace, console: Console) -> dict[str, list[float
             ranks.ask("ready", row=row)
         hosts.throttle(MBITS)
         for number in range(options.rounds):
-            shift = number % len(ROWS)
-            for row in ROWS[shift:] + ROWS[:shift]:
+            for row in in_turn(ROWS, number):
                 num = every_of(row) or STEPS_OF_A_TURN
                 found[row].append(max(x["ms"] for x in ranks.ask("time", row=row, num=num)))
     for row, times in found.items():
