@@ -433,3 +433,22 @@ def test_ranks_that_share_heads_attend_to_blocks_that_are_chosen(ranks):
         for mine, whole_of_it in zip(found, every, strict=True):
             part = Chunks.early_and_late(2).part(whole_of_it, rank, 2)
             torch.testing.assert_close(mine, part, rtol=0, atol=1e-13)
+
+
+def with_a_setting_that_changes(method):
+    axis = Mesh.make(context=-1).axis("context")
+    attend, settings = functools.partial(attention, axis=axis, method=method), {"window": 1}
+    near = sparse.pattern(lambda head, query, key: (query - key).abs() < settings["window"])
+    parts = [Chunks.early_and_late(axis.size).part(x, axis.rank, 2) for x in whole(4, 2)]
+    step = zerofn.compile(lambda _, parts: attend(*parts, layout=near))
+    for window in (20, 200, 90):
+        settings["window"] = window
+        expected = attend(*parts, layout=sparse.sliding_window(window))
+        for captured, found in ((False, attend(*parts, layout=near)), (True, step(None, parts))):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-14, msg=f"{window=} {captured=}")
+
+
+@pytest.mark.part(method=["ring"])
+@pytest.mark.parametrize("method", ["ring", "ulysses"])
+def test_a_function_that_reads_another_value_is_evaluated_again(ranks, method):
+    ranks(2, with_a_setting_that_changes, method)

@@ -7,7 +7,6 @@ those of its own keys in rank order. A rank needs memory only for these keys, no
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from ..comm.mesh import Axis
 from ..sparse.attention import are_numbers, known_part, with_logsumexp
 from ..sparse.layout import areas, statuses_of, tile_of
 from ..sparse.part import Part, Runs, runs_of
-from ..sparse.patterns import NONE, Pattern, Sizes, Tiles
+from ..sparse.patterns import NONE, Pattern, Sizes, Tiles, cached_by_reads
 from .chunks import Chunks
 
 ops = torch.ops.zerofn
@@ -60,7 +59,7 @@ class _Blocks(NamedTuple):
     looked_at: Tensor
 
 
-@functools.lru_cache(maxsize=16)
+@cached_by_reads(16)
 def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
     """Return a pattern, evaluated on blocks of its tiles, which are also split after every `cut` tokens."""
     first = torch.arange(0, sizes.queries, cut)[:, None]
@@ -74,7 +73,7 @@ def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
     return _Blocks(last - start + 1, torch.as_tensor(pairs), computed.any(0))
 
 
-@functools.lru_cache(maxsize=64)
+@cached_by_reads(64)
 def needs_of(pattern: Pattern, sizes: Sizes, chunks: Chunks) -> Needs:
     """Return the keys that ranks need, by blocks of the pattern's tiles, which are split where chunks are."""
     with plain_dispatch():
@@ -106,7 +105,7 @@ class Route:
     tokens: int
 
 
-@functools.lru_cache(maxsize=64)
+@cached_by_reads(64)
 def route_of(pattern: Pattern, sizes: Sizes, chunks: Chunks, rank: int) -> Route:
     """Return how a rank's keys travel to it."""
     needs = needs_of(pattern, sizes, chunks)

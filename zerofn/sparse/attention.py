@@ -16,7 +16,7 @@ from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout
 from .part import OfPart, Part, places
-from .patterns import NONE, Both, Causal, Everything, Function, Pattern, Sizes
+from .patterns import NONE, Both, Causal, Everything, Function, Pattern, Sizes, cached_by_reads
 from .rows import Documents, Padding, Spans
 
 What = Pattern | Layout | Blocks | Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -237,17 +237,9 @@ def _factors(x: Pattern) -> list[Pattern]:
     return [*_factors(x.a), *_factors(x.b)] if isinstance(x, Both) else [x]
 
 
+@cached_by_reads(64)
 def known(pattern: Pattern, sizes: Sizes) -> Layout:
-    """Return a pattern's layout, made once while its functions read the same values; each time if they read what cannot
-    be compared.
-    """
-    facts, complete = pattern.facts()
-    made = _known if complete else _known.__wrapped__
-    return made(pattern, sizes, facts)
-
-
-@functools.lru_cache(maxsize=64)
-def _known(pattern: Pattern, sizes: Sizes, facts: tuple[object, ...]) -> Layout:
+    """Return a pattern's layout."""
     return layout(pattern, sizes.queries, sizes.keys, heads=sizes.heads)
 
 

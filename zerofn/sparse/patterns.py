@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from ..util.arguments import checked
 from .outside import OF_STEP, Reads, read_outside
 
+P = ParamSpec("P")
+T = TypeVar("T")
 NONE, PARTIAL, FULL = 0, 1, 2  # of a tile's pairs are allowed; & is the least of two, and | the greatest
 
 
@@ -72,6 +75,30 @@ class Pattern:
         return _pattern(other)
 
     __ror__ = __rand__
+
+
+def cached_by_reads(
+    most: int,
+) -> Callable[[Callable[Concatenate[Pattern, P], T]], Callable[Concatenate[Pattern, P], T]]:
+    """Return a decorator that caches `most` results of a function of a pattern and other hashable arguments. A result
+    is found again only if the pattern's functions read the same values; if these cannot be compared, nothing is cached.
+    """
+
+    def decorate(make: Callable[Concatenate[Pattern, P], T]) -> Callable[Concatenate[Pattern, P], T]:
+        @functools.lru_cache(most)
+        def kept(facts: tuple[object, ...], pattern: Pattern, *args: P.args, **kwargs: P.kwargs) -> T:
+            return make(pattern, *args, **kwargs)
+
+        @functools.wraps(make)
+        def found(pattern: Pattern, *args: P.args, **kwargs: P.kwargs) -> T:
+            facts, complete = pattern.facts()
+            if not complete:
+                return make(pattern, *args, **kwargs)
+            return kept(facts, pattern, *args, **kwargs)  # type: ignore[arg-type]  # all are hashable
+
+        return found
+
+    return decorate
 
 
 def _pattern(x: object) -> Pattern:
@@ -220,7 +247,7 @@ class Given(Pattern):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """By place."""
-        return self.mask[head % len(self.mask), query, key]
+        return self.mask[0][query, key] if len(self.mask) == 1 else self.mask[head, query, key]
 
     def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
         """By the number of pairs of a tile, row of tiles by row of tiles."""
