@@ -71,7 +71,7 @@ BAD = {
     "module": ([len, 3], "a module or None"),
     "function": ([3, "f", lambda: 0, lambda a, b: 0], "a function of 1 argument or None"),
     "table": ([3, [("a", 1)]], "a dict or None"),
-    "several": (["01", 3, None, iter([1])], "a list or tuple"),
+    "several": (["01", 3, None, iter([1]), [1.0], ["1"], (True,)], "a list or tuple of whole numbers"),
     "loader": ([3, None], "an iterable"),
     "axis": ([3, ["data"]], "a string, an Axis or None"),
     "mesh": ([3, "data"], "a Mesh or None"),

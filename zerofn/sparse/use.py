@@ -66,8 +66,6 @@ def use(model: nn.Module, layout: What | None, *, layers: Sequence[int] | None =
     if layers is not None and not len(layers):
         raise ValueError("sparse.use: layers is empty, so no layer would change. Leave it out to mean all layers.")
     for number in range(len(found)) if layers is None else layers:
-        if not isinstance(number, int):
-            raise TypeError(f"sparse.use: layers must be indices of attention layers, such as [0, 2], got {layers!r}.")
         if not 0 <= number < len(found):
             raise ValueError(
                 f"sparse.use: attention layer {number} does not exist; {type(model).__name__} has {len(found)} "

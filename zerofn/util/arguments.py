@@ -52,7 +52,7 @@ def _is_device(x: Any) -> bool:
 _What = tuple[str, Callable[[Any], bool]]  # what something is, and whether a value is that
 _TEXTS = ("a path", "a device")
 
-# What stands in an annotation, without its brackets.
+# What stands in an annotation, with its brackets or without.
 _KINDS: dict[str, _What] = {
     "None": ("None", lambda x: x is None),
     "bool": ("True or False", lambda x: isinstance(x, bool | np.bool_)),
@@ -68,6 +68,7 @@ _KINDS: dict[str, _What] = {
     "Callable": ("a function", callable),
     **dict.fromkeys(("Mapping", "dict"), ("a dict", lambda x: isinstance(x, Mapping))),
     "Sequence": ("a list or tuple", _is_sequence),
+    "Sequence[int]": ("a list or tuple of whole numbers", lambda x: _is_sequence(x) and all(map(_is_whole, x))),
     "Iterable": ("an iterable", lambda x: isinstance(x, Iterable) or hasattr(type(x), "__getitem__")),
 }
 _KINDS["Literal"] = _KINDS["str"]  # of words, as all that are written inside a signature
@@ -188,7 +189,7 @@ def check_fields(instance: Any, *names: str) -> None:
 def _kind_of(annotation: Any, known: Mapping[str, _What]) -> _Kind | None:
     """Return what an annotation says, None if that is anything, or not known here."""
     parts = re.split(r" \| (?![^\[]*\])", annotation) if isinstance(annotation, str) else ["Any"]
-    found = [_function(part) or known.get(part.partition("[")[0]) for part in parts]
+    found = [_function(part) or known.get(part) or known.get(part.partition("[")[0]) for part in parts]
     if None in found:
         return None
     kinds = dict.fromkeys(x for x in found if x is not None)
