@@ -245,6 +245,7 @@ def test_sparse_attention_is_a_pattern():
         ),
         ({"mode": "variable", "local_window_blocks": [2, 4]}, make.variable(local_window_blocks=(2, 4))),
         ({"mode": "dense"}, make.dense()),
+        ({}, make.fixed()),
         ({"mode": "bslongformer", "global_block_indices": [3]}, make.bslongformer(global_block_indices=[3])),
     ):
         assert from_deepspeed({**ADAMW, "sparse_attention": given}).sparse_attention == pattern

@@ -46,6 +46,10 @@ def cases():
         yield "bslongformer", {"attention": direction, "num_sliding_window_blocks": 4, **ends}, num
         yield "local_sliding_window", {"attention": direction}, num
         yield "local_sliding_window", {"attention": direction, "num_sliding_window_blocks": 5, "block": 128}, num
+    for num in (1, 7):
+        yield "bigbird", {"num_global_blocks": 0, "num_sliding_window_blocks": 0}, num
+        yield "bslongformer", {"num_sliding_window_blocks": 0, "global_block_indices": []}, num
+        yield "local_sliding_window", {"num_sliding_window_blocks": 0}, num
 
 
 def hash_of(blocks):

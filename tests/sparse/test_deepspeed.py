@@ -49,11 +49,13 @@ def test_tokens_are_attended_by_their_blocks(number):
     "make, message",
     [
         (lambda x: x.fixed(num_local_blocks=4, num_global_blocks=3), "does not divide num_local_blocks=4"),
+        (lambda x: x.fixed(num_global_blocks=0), "num_global_blocks=0 does not divide"),
         (lambda x: x.fixed(attention="sideways"), "must be bidirectional or unidirectional"),
         (lambda x: x.fixed(attention="unidirectional", horizontal_global_attention=True), "attends to later tokens"),
         (lambda x: x.fixed(num_different_global_patterns=2), "from 1 to 1"),
         (lambda x: x.variable(local_window_blocks=[]), "local_window_blocks must be"),
         (lambda x: x.variable(global_block_indices=[3], global_block_end_indices=[3]), "and be larger than it"),
+        (lambda x: x.bslongformer(global_block_indices=[-1]), "count blocks from 0"),
         (lambda x: x.bigbird(block=0), "block=0 must be 1 or more"),
         (lambda x: sparse.layout(x.bigbird(), 32), "num_sliding_window_blocks=3, but the row has only 2 blocks"),
         (lambda x: sparse.layout(x.fixed(), 32, 64), "as many queries as keys"),
@@ -62,3 +64,12 @@ def test_tokens_are_attended_by_their_blocks(number):
 def test_what_deepspeed_refuses_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make(sparse.deepspeed)
+
+
+def test_a_pattern_that_is_the_same_for_all_heads_makes_a_layout_of_one_head():
+    def heads(pattern):
+        return sparse.layout(pattern, 230, heads=4).sizes.heads
+
+    make = sparse.deepspeed
+    assert [heads(x) for x in (make.bigbird(), make.fixed() | sparse.causal, make.bslongformer(block=70))] == [1, 1, 1]
+    assert heads(make.bigbird(different_layout_per_head=True)) == 4

@@ -104,7 +104,7 @@ def from_deepspeed(
         rows=rows,
         on_nonfinite="skip" if not bf16.flag("enabled") or bf16.flag("check_grad_overflow", True) else "ignore",
         cast_batch=torch.float16 if fp16.flag("enabled") and fp16.flag("auto_cast") else None,
-        sparse_attention=_sparse(top("sparse_attention")),
+        sparse_attention=_sparse(top),
     )
 
 
@@ -208,10 +208,11 @@ def _loss_scale(fp16: Section) -> Any:
     )
 
 
-def _sparse(block: Section) -> zerofn.sparse.Pattern | None:
-    """Return the pattern that a configuration asks for."""
-    if not block.values:
+def _sparse(top: Section) -> zerofn.sparse.Pattern | None:
+    """Return the pattern that a configuration asks for: an empty block asks for DeepSpeed's default pattern."""
+    if top.values.get("sparse_attention") is None:
         return None
+    block = top("sparse_attention")
     mode = block.word("mode", _PATTERNS, "fixed")
     make = getattr(zerofn.sparse.deepspeed, mode)
     names = inspect.signature(make).parameters

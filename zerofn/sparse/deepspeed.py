@@ -23,6 +23,7 @@ from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
 __all__ = ["bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "variable"]
 Attention = Literal["bidirectional", "unidirectional"]
 _DIRECTIONS = get_args(Attention)
+_MAY_BE_ZERO = {"num_random_blocks", "num_sliding_window_blocks", "num_global_blocks"}
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class BlockPattern(Pattern):
 
     def allowed(self, head: Tensor, query: Tensor, key: Tensor, sizes: Sizes) -> Tensor:
         """By the tokens' blocks."""
-        blocks = _blocks(self, sizes)
-        return blocks[head % len(blocks), query // self.block, key // self.block]
+        blocks, query, key = _blocks(self, sizes), query // self.block, key // self.block
+        return blocks[0][query, key] if len(blocks) == 1 else blocks[head, query, key]
 
     def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
         """By the blocks, of tiles that are in one."""
@@ -190,7 +191,7 @@ def _check(where: str, attention: str, rows: bool = False, **numbers: int) -> bo
     if attention not in _DIRECTIONS:
         raise ValueError(f"sparse.deepspeed.{where}: attention must be {' or '.join(_DIRECTIONS)}, got {attention!r}.")
     for name, value in numbers.items():
-        least = 0 if name == "num_random_blocks" else 1
+        least = 0 if name in _MAY_BE_ZERO else 1
         if value < least:
             raise ValueError(f"sparse.deepspeed.{where}: {name}={value} must be {least} or more.")
     if rows and attention == "unidirectional":
@@ -202,8 +203,13 @@ def _check(where: str, attention: str, rows: bool = False, **numbers: int) -> bo
 
 
 def _spans(where: str, starts: Sequence[int], ends: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
+    if any(a < 0 for a in starts):
+        raise ValueError(
+            f"sparse.deepspeed.{where}: global_block_indices count blocks from 0, the first block of a row; got "
+            f"{list(starts)}."
+        )
     ends = [x + 1 for x in starts] if ends is None else ends
-    if len(starts) != len(ends) or any(a >= b or a < 0 for a, b in zip(starts, ends, strict=False)):
+    if len(starts) != len(ends) or any(a >= b for a, b in zip(starts, ends, strict=False)):
         raise ValueError(
             f"sparse.deepspeed.{where}: global_block_end_indices must have one number for each of "
             f"global_block_indices, and be larger than it; got {list(starts)} and {list(ends)}."
@@ -238,7 +244,7 @@ def fixed(
     """
     numbers = {"num_local_blocks": num_local_blocks, "num_global_blocks": num_global_blocks, "block": block}
     causal = _check("fixed", attention, horizontal_global_attention, **numbers)
-    if num_local_blocks % num_global_blocks:
+    if not num_global_blocks or num_local_blocks % num_global_blocks:
         raise ValueError(
             f"sparse.deepspeed.fixed: num_global_blocks={num_global_blocks} does not divide "
             f"num_local_blocks={num_local_blocks}."
@@ -296,7 +302,8 @@ def bigbird(
 ) -> Pattern:
     """A sliding window; the first blocks as global blocks, whose queries also attend to all keys; and random blocks, as
     DeepSpeed draws them after `random.seed(seed)` (Zaheer et al., arXiv:2007.14062). Raises `ValueError` for numbers
-    that DeepSpeed refuses.
+    that DeepSpeed refuses, except that with "unidirectional" the first queries may have fewer blocks than
+    `num_random_blocks`, and attend to all of them.
     """
     numbers = {"num_sliding_window_blocks": num_sliding_window_blocks, "num_global_blocks": num_global_blocks}
     causal = _check("bigbird", attention, False, block=block, num_random_blocks=num_random_blocks, **numbers)
