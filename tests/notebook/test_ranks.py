@@ -134,10 +134,12 @@ def test_output_comes_while_the_cell_runs(two, monkeypatch):
 
 
 def test_an_error_of_all_ranks_is_shown_once(two):
+    two.shell.history_manager.input_hist_parsed[:] = [""] * 71
     with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero") as caught:
         two.run("%%ranks\nx = 1\ny = x / 0")
     shown = traceback_of(caught)
     assert shown.count("division by zero") == 1 and "y = x / 0" in shown and "ranks" not in shown.lower()
+    assert "Cell In[70], line 2" in shown
     assert two.run("%%ranks\nprint(x)") == "1\n[rank 1: 1 line; %ranks output 1 shows it]\n"
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
+from IPython.core.getipython import get_ipython
 
 from . import engine
 from .cells import CellFailed, Interrupted, Shown, counted_interrupts, first_error, ranks_in_words
@@ -155,6 +156,9 @@ class Pool:
             self._run(code, interrupts)
 
     def _run(self, code: str, interrupts: list[int]) -> None:
+        number = len(get_ipython().history_manager.input_hist_parsed) - 1  # of the cell that is running
+        for view in self._views:
+            view.apply_async(engine.number_cells, number)
         results = [view.execute(code, silent=False, block=False) for view in self._views]
         shown = Shown(results, 0)
         self._results = results

@@ -33,6 +33,7 @@ def users_frames(through: str) -> Callable[[F], F]:
                     row = row.tb_next
                 if row is None:
                     raise
+                __tracebackhide__ = True  # IPython leaves out a frame that has this name
                 short = without_our_frames(error.__traceback__)
                 raise error.with_traceback(short)  # noqa: B904 (its cause is its own)
 
