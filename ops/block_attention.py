@@ -1,8 +1,8 @@
 """Attention of blocks of queries to the keys that a layout names, as one operation with a derivative.
 
-On the CPU the library does it (`csrc/attention.cpp`), in float32, float64, and bfloat16 with sums in float32; without
-the library `attention_reference` does, with torch's operations, block by block and more slowly. On a GPU it is torch's
-FlexAttention (`attention_flex`).
+On the CPU the library does it (`csrc/attention.cpp`), in float32, float64, and bfloat16 with sums in float32. For
+float16, and without the library, `attention_reference` does, with torch's operations, block by block and more slowly.
+On a GPU it is torch's FlexAttention (`attention_flex`).
 """
 
 from __future__ import annotations

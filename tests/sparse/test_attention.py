@@ -15,6 +15,7 @@ from zerofn.ops import native
 from zerofn.sparse.attention import with_logsumexp
 
 EXACT = 1e-12  # in float64
+TOLERANCES = {torch.float64: EXACT, torch.float32: 1e-5, torch.bfloat16: 0.06, torch.float16: 0.008}
 
 
 def places(queries, keys=None):
@@ -78,7 +79,7 @@ def test_each_instruction_set_and_torch_do_the_same(name, isa, monkeypatch):
     else:
         monkeypatch.setenv("ZEROFN_ISA", isa)
     pattern, mask = cases(100)[name]
-    for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, 1e-5), (torch.bfloat16, 0.06)):
+    for dtype, tolerance in TOLERANCES.items():
         given = inputs(queries=100, width=24, values=16, dtype=dtype)
         same_as_dense(given, lambda q, k, v: sparse.attention(q, k, v, pattern), mask, tolerance)
 
@@ -117,7 +118,7 @@ def test_each_instruction_set_and_torch_hide_padding(isa, monkeypatch):
     else:
         monkeypatch.setenv("ZEROFN_ISA", isa)
     there, (i, j) = padded("holes", 100), places(100)
-    for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, 1e-5), (torch.bfloat16, 0.06)):
+    for dtype, tolerance in TOLERANCES.items():
         given = inputs(queries=100, width=24, values=16, dtype=dtype)
         attend = lambda q, k, v: sparse.attention(q, k, v, sparse.padding(there) & sparse.causal)  # noqa: E731
         same_as_dense(given, attend, (j <= i) & there[:, None, None], tolerance)

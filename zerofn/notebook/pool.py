@@ -156,7 +156,8 @@ class Pool:
             self._run(code, interrupts)
 
     def _run(self, code: str, interrupts: list[int]) -> None:
-        number = len(get_ipython().history_manager.input_hist_parsed) - 1  # of the cell that is running
+        shell: Any = get_ipython()
+        number = len(shell.history_manager.input_hist_parsed) - 1  # of the cell that is running
         for view in self._views:
             view.apply_async(engine.number_cells, number)
         results = [view.execute(code, silent=False, block=False) for view in self._views]

@@ -35,13 +35,13 @@ def attention(
 ) -> Tensor:
     """Attention of each query to the keys that a layout allows. Only tiles with allowed pairs are computed.
 
-    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, bfloat16, float64 (on the CPU) or float16 (on a
-    GPU); H, the number of query heads, is a multiple of G, that of key heads. `layout`: a pattern (`sliding_window`,
-    `documents`, ..., combined with `&` and `|`); the result of `sparse.layout`; blocks that the step chooses
-    (`chosen`); or a function (head, query, key) -> booleans, of int64 tensors that broadcast, which is evaluated once,
-    tile by tile. `is_causal`: also forbid keys after the query. `scale`: factor of the scores, by default D ** -0.5.
-    `dropout`: the fraction of weights that is dropped (on the CPU only); the others are scaled by 1 / (1 - dropout).
-    Inside a loss function, draws come from the step's key.
+    `q` [B, H, L, D], `k` [B, G, S, D], `v` [B, G, S, E]: all float32, bfloat16, float16 (slow on the CPU) or float64
+    (on the CPU only); H, the number of query heads, is a multiple of G, that of key heads. `layout`: a pattern
+    (`sliding_window`, `documents`, ..., combined with `&` and `|`); the result of `sparse.layout`; blocks that the step
+    chooses (`chosen`); or a function (head, query, key) -> booleans, of int64 tensors that broadcast, which is
+    evaluated once, tile by tile. `is_causal`: also forbid keys after the query. `scale`: factor of the scores, by
+    default D ** -0.5. `dropout`: the fraction of weights that is dropped (on the CPU only); the others are scaled by 1
+    / (1 - dropout). Inside a loss function, draws come from the step's key.
 
     -> [B, H, L, E] in the dtype of `q`. A query without an allowed key gets zeros, and has no gradient. Differentiable
     once, in q, k and v; a second derivative raises `NotImplementedError`. Raises `TypeError` and `ValueError` for
@@ -117,7 +117,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, dropout:
             raise ValueError(f"sparse.attention: {name} must be [batch, heads, tokens, width], got {list(x.shape)}.")
     if q.device.type not in ("cpu", "cuda"):
         raise ValueError(f"sparse.attention: expected q on the CPU or on a CUDA device, and it is on {q.device}.")
-    dtypes = NUMBERS if q.device.type == "cpu" else attention_flex.DTYPES
+    dtypes = (*NUMBERS, torch.float16) if q.device.type == "cpu" else attention_flex.DTYPES
     if not q.dtype == k.dtype == v.dtype or q.dtype not in dtypes:
         raise TypeError(
             f"sparse.attention: on {q.device}, q, k and v must be of one dtype, {', '.join(map(str, dtypes))}; got "
