@@ -20,14 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch_compat import (
-    above_autograd,
-    assert_on_device,
-    compiler_missing,
-    whole_flex_kernel,
-    without_autocast,
-    without_dispatch_modes,
-)
+from .._torch_compat import above_autograd, assert_on_device, compiler_missing, without_autocast, without_dispatch_modes
 from ..util.process import the
 
 if TYPE_CHECKING:
@@ -131,13 +124,11 @@ def attend_by(scale: float) -> Callable[..., Any]:
     """Return FlexAttention as a function of q, k, v and a `BlockMask`: -> (values, logarithms of sums)."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    options: Any = whole_flex_kernel()
+    # Not the kernel for a few queries, which has no backward pass.
+    given: Any = {"scale": scale, "enable_gqa": True, "kernel_options": {"BACKEND": "TRITON"}}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Any:
-        aux = AuxRequest(lse=True)
-        out, more = flex_attention(
-            q, k, v, block_mask=mask, scale=scale, enable_gqa=True, return_aux=aux, kernel_options=options
-        )
+        out, more = flex_attention(q, k, v, block_mask=mask, return_aux=AuxRequest(lse=True), **given)
         return out, more.lse
 
     return attend

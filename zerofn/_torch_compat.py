@@ -477,14 +477,6 @@ def assert_on_device(true: torch.Tensor, sentence: str) -> None:
     torch._assert_async(true, sentence)
 
 
-def whole_flex_kernel() -> dict[str, Any]:
-    """Return FlexAttention's options for the kernel that has a backward pass, also for a few queries."""
-    from torch.nn.attention.flex_attention import FlexKernelOptions
-
-    by_name = "BACKEND" in FlexKernelOptions.__annotations__
-    return {"BACKEND": "TRITON"} if by_name else {"FORCE_USE_FLEX_ATTENTION": True}
-
-
 def compiler_cache() -> str:
     """Return the folder of Inductor's files."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
