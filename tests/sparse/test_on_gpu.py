@@ -166,6 +166,33 @@ def test_what_does_not_exist_is_refused(here):
 
 
 @pytest.mark.whole
+def test_torch_traces_it_once_for_all_lengths(monkeypatch):
+    """All that `torch.compile` does but for the kernel, forwards and backwards."""
+    compiled, whole = [], torch.compile
+
+    def without_kernel(attend, **options):
+        compiled.append(attend)
+        return whole(attend, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", without_kernel)
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(attention_flex, "_compiled", functools.cache(attention_flex._compiled.__wrapped__))
+    for num in (200, 300, 77):
+        *qkv, grad = inputs(queries=num)
+        index = torch.randint(-1, -(-num // 64), (2, 4, -(-num // 64), 2))
+        ends = torch.tensor([[0, 40, num], [0, 10, num - 3]])
+        window = sparse.sliding_window(20) & sparse.causal
+        for layout in (window, sparse.documents(ends) & sparse.causal, sparse.chosen(index, 64)):
+            found = []
+            for by_flex in (True, False):
+                monkeypatch.setattr(block_attention, "_by_flex", lambda q, by_flex=by_flex: by_flex)
+                out = sparse.attention(*qkv, layout)
+                found.append((out, *torch.autograd.grad(out, qkv, grad)))
+            torch.testing.assert_close(*found, rtol=0, atol=EXACT)
+    assert len(compiled) == 3
+
+
+@pytest.mark.whole
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_the_kernel_that_torch_compiles_for_the_cpu(monkeypatch):
     def attend_by(scale):  # torch has no logarithms of sums there
