@@ -191,3 +191,26 @@ def test_mistakes_are_sentences():
     with pytest.raises(ValueError, match="the layout was made for 3 heads"):
         draws = sparse.layout(sparse.pattern(lambda h, q, k: (k - q).abs() < h + 2), 50, heads=3)
         sparse.use(layer, draws)(x, x, x, need_weights=False)
+
+
+@pytest.mark.parametrize("in_the_step", [False, True])
+def test_a_layout_is_watched_and_is_no_side_effect_of_a_step(in_the_step, caplog):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(16, 4, batch_first=True)
+    params, x = {name: p.detach() for name, p in layer.named_parameters()}, torch.randn(1, 100, 16)
+
+    def forward(p, batch):
+        if in_the_step:
+            sparse.use(layer, sparse.documents(batch["ends"]) & sparse.causal)
+        return {"out": functional_call(layer, p, (batch["x"],) * 3, {"need_weights": False})[0]}
+
+    step = zerofn.compile(forward)
+    with caplog.at_level("INFO", "zerofn"):
+        for end in (40, 70):
+            batch = {"x": x, "ends": torch.tensor([0, end, 100])}
+            if not in_the_step:
+                sparse.use(layer, sparse.documents(batch["ends"]) & sparse.causal)
+            found = step(params, batch)["out"]
+            close(found, forward(params, batch)["out"], 1e-6)
+    assert "frozen" not in caplog.text and "writes" not in caplog.text, caplog.text
+    assert caplog.text.count(": captured") == (1 if in_the_step else 2), caplog.text

@@ -60,9 +60,9 @@ _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and 
 _GIVEN = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)
 _CALLED = {"__call__", "_call_impl", "forward"}  # of modules, by torch
-WRITTEN, FOLLOWED = "_zerofn_written", "_zerofn_followed"  # what a step changes alone, and what it reads and changes
+# What a step changes alone; what it reads and changes; hooks that do nothing.
+WRITTEN, FOLLOWED, INERT = "_zerofn_written", "_zerofn_followed", "_zerofn_inert"
 _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
-
 # How much of an object is read: all of it, what the user's lines name or, if a library's object has it, which it is.
 ALL, NAMED, FOUND = 2, 1, 0
 
@@ -383,7 +383,7 @@ class Walk:
         for name, child in attributes["_modules"].items():
             self.visit(child, f"{path}.{name}", how)
         for hooks in _HOOKS:
-            if attributes.get(hooks):
+            if any(not getattr(x, INERT, False) for x in (attributes.get(hooks) or {}).values()):
                 self.visit(attributes[hooks], f"{path}.{hooks}")
         self._class(module, path, how)
 

@@ -197,6 +197,7 @@ class Captures:
         with watching(before.reader.moving):
             entry, constants = make()
         after = self._read()
+        is_less = not after.reader.written <= self._left_out.paths
         self._left_out.paths |= after.reader.written
         changed = changed_paths(*(without(x.facts, after.reader.written) for x in (before, after)))
         imported = [x for x in changed if x not in before.facts and _is_module(after.facts[x])]
@@ -206,6 +207,7 @@ class Captures:
             self._left_out.paths |= unsure.intersection(paths)
             self._left_out.frozen([path for path in paths if path in unsure])
             self._left_out.written([path for path in paths if path not in unsure])
+        if paths or is_less:
             after = self._read()
         self._left_out.frozen(after.reader.left)
         self._reading, self._num_left_out = after, len(self._left_out.paths)
