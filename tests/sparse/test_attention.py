@@ -345,6 +345,17 @@ def test_torch_func_differentiates_attention():
     torch.testing.assert_close(rows[:, 0], alone, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:torch.searchsorted")
+def test_vmap_takes_documents_of_each_row():
+    q, k, v = (x.detach()[:, None] for x in inputs(batch=3, queries=50)[:3])
+    ends = torch.tensor([[0, 10, 50], [0, 20, 50], [0, 30, 45]])
+    attend = lambda q, k, v, ends: sparse.attention(q, k, v, sparse.documents(ends) & sparse.causal)  # noqa: E731
+    expected = attend(q[:, 0], k[:, 0], v[:, 0], ends)
+    torch.testing.assert_close(torch.func.vmap(attend)(q, k, v, ends)[:, 0], expected, rtol=0, atol=EXACT)
+    with pytest.raises(ValueError, match="cu_seqlens do not increase from 0"):
+        torch.func.vmap(attend)(q, k, v, ends.flip(1))
+
+
 def test_there_is_no_second_derivative():
     *qkv, grad = inputs(queries=20)
     out = sparse.attention(*qkv, sparse.causal)

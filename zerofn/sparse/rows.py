@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._torch_compat import plain_dispatch
+from .._torch_compat import is_functorch_tensor, plain_dispatch
 from ..util.arguments import checked
 from .patterns import Pattern, Sizes, Tiles, statuses
 
@@ -73,7 +73,7 @@ class Documents(Pattern):
 
 def _is_known(ends: Tensor) -> bool:
     """Return whether values are there, and looking at them stops no device."""
-    return type(ends) is Tensor and ends.device.type == "cpu"
+    return type(ends) is Tensor and ends.device.type == "cpu" and not is_functorch_tensor(ends)
 
 
 def _increase(ends: Tensor) -> Tensor:
