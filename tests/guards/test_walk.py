@@ -837,6 +837,12 @@ def test_of_a_function_that_looks_at_its_arguments_only_what_it_wraps_is_read():
     assert all("__wrapped__" not in path and "by_name" not in path for each in facts for path in each)
 
 
+def test_of_what_zerofns_optimizers_hold_nothing_is_told_as_frozen():
+    """A user would take a rate for frozen that every step reads from the state."""
+    tx = optim.inject_hyperparams(optim.adamw)(1e-3, weight_decay=0.01)
+    assert Walk().read({"state.tx": tx}).left == []
+
+
 def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again(caplog):
     """A scheduler counts its steps, which changes nothing while its rate stays."""
     code = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import operator
 import re
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 from ..util.arguments import unchecked as unchecked
+from ..util.user_line import OURS
 from ..util.user_line import is_users as is_users
 
 _KINDS = {
@@ -45,6 +47,16 @@ def of_user(kind: Any) -> bool:
     if name in sys.builtin_module_names or name in ("builtins", "typing"):
         return False
     return is_users(_file_of(name))
+
+
+def may_change(value: Any) -> bool:
+    """Whether a library's object may hold something else later: an `itemgetter` or a private one of ZeroFn's may not.
+
+    ZeroFn's optimizers hold private objects, of which a user can change nothing.
+    """
+    kind = type(value)
+    private = kind.__name__.startswith("_") and _file_of(kind.__module__).startswith(OURS)
+    return not private and kind is not operator.itemgetter
 
 
 @functools.lru_cache(maxsize=4096)

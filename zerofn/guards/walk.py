@@ -52,7 +52,7 @@ from .attributes import (
 from .table import HeldObjects
 from .tensors import SUMMED, contents_of
 from .tokens import NOTHING, Facts, plain
-from .user_code import BY_STRING, is_users, of_user, reads_of, unchecked
+from .user_code import BY_STRING, is_users, may_change, of_user, reads_of, unchecked
 
 MANY = 1024  # entries of a list or a dict beyond which only their number counts
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
@@ -211,7 +211,7 @@ class Walk:
             if not users and not own_attributes(value):
                 return "object", ByIdentity(value)
         if how == FOUND and not (users or is_config(value) or isinstance(value, partial)):
-            self.left += [path] * (type(value) is not operator.itemgetter)  # which never changes
+            self.left += [path] * may_change(value)
             return "object", ByIdentity(value)
         self._by_name(value, path, how)
         if is_config(value):

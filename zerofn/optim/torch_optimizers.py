@@ -75,7 +75,7 @@ def _counterpart(value: Any, ours: str, names: Mapping[str, str]) -> str:
 
 def told(function: F) -> F:
     """Return one of our optimizers that, called with torch's or misspelt names, says what arguments are called here."""
-    own = inspect.signature(function).parameters
+    own = tuple(inspect.signature(function).parameters)
     ours = {"lr": "learning_rate", "betas": "b1 and b2", "alpha": "decay", "momentum_decay": "b1"}
 
     @functools.wraps(function)
