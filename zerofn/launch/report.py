@@ -211,6 +211,7 @@ def _train(seconds: float) -> tuple[float, float, int, float]:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def build() -> torch.nn.Module:
+        torch.manual_seed(0)  # the same weights on all ranks
         gelu = torch.nn.GELU()
         first, second, last = (torch.nn.Linear(*n, device=device) for n in ((64, 256), (256, 256), (256, 8)))
         return torch.nn.Sequential(first, gelu, second, gelu, last)
