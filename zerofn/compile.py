@@ -145,7 +145,7 @@ class CompiledStep(TypedStep[S, B, R]):
         self._last: Captures | None = None
         self.timings: dict[str, Any] = {}
         self.__name__ = getattr(train_step, "__name__", "step")
-        self._log, self._left_out = CaptureLog(self.__name__), LeftOut(self.__name__)
+        self._log, self._left_out = CaptureLog(self.__name__), LeftOut(self.__name__, train_step)
 
     def __repr__(self) -> str:
         told = told_of(len(self._captures), [*self._entries.values()], self.timings, self._options)

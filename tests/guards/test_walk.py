@@ -843,6 +843,21 @@ def test_of_what_zerofns_optimizers_hold_nothing_is_told_as_frozen():
     assert Walk().read({"state.tx": tx}).left == []
 
 
+def test_of_what_a_trainers_own_step_leaves_out_only_the_users_names_are_told(caplog):
+    """Nobody can pass `watch=` to the step of a Trainer."""
+    ours, theirs = guards.LeftOut("ours", zerofn.compile), guards.LeftOut("theirs", run_logged)
+    with caplog.at_level(logging.INFO, "zerofn"):
+        for left_out in (ours, theirs):
+            left_out.frozen(["train_step: trainer", "global config.data"])
+            left_out.without_effect(["make: mask"])
+    said = [r.getMessage() for r in caplog.records]
+    assert [x.split(" are frozen")[0] for x in said if "frozen" in x] == [
+        "ours: the values in global config.data",
+        "theirs: the values in train_step: trainer, global config.data",
+    ]
+    assert [x.split(" changed")[0] for x in said if "changed" in x] == ["theirs: make: mask"]
+
+
 def test_what_changes_in_a_librarys_object_without_effect_is_not_looked_at_again(caplog):
     """A scheduler counts its steps, which changes nothing while its rate stays."""
     code = """

@@ -33,6 +33,7 @@ from ..job.agreement import agree_on
 from ..sharding.sharded import is_sharded
 from ..training.train_state import TrainState
 from ..util.by_identity import ByIdentity
+from ..util.user_line import OURS
 from .agreed_captures import Reading
 from .captured_step import CapturedStep
 
@@ -70,10 +71,16 @@ class _Kept(NamedTuple):
 
 
 class LeftOut:
-    """The paths that no capture of a step depends on, `paths`, and what the log tells of them, once each."""
+    """The paths that no capture of a step depends on, `paths`, and what the log tells of them, once each.
 
-    def __init__(self, name: str) -> None:
+    `step`: the step's function. Where it is ZeroFn's own, as a Trainer's, most paths are ZeroFn's or the Trainer's, and
+    users cannot pass `watch=`: of their own they find globals and classes in the log.
+    """
+
+    def __init__(self, name: str, step: Callable[..., Any] | None = None) -> None:
         self.name = name
+        code = getattr(step, "__code__", None)
+        self._is_ours = code is not None and code.co_filename.startswith(OURS)
         self.paths: set[str] = set()
         self._told: set[str] = set()
 
@@ -91,11 +98,16 @@ class LeftOut:
     def without_effect(self, paths: Sequence[str]) -> None:
         """Leave out what has changed in objects of libraries, and has changed nothing in the step."""
         self.paths.update(paths)
-        self._tell(paths, f"%s changed, but the graph is the same, so it is not watched any more. {_WATCH}")
+        self._tell(
+            self._users(paths), f"%s changed, but the graph is the same, so it is not watched any more. {_WATCH}"
+        )
 
     def frozen(self, paths: Sequence[str]) -> None:
         """Tell what is not read, so that a change to it leads to no other capture."""
-        self._tell(paths, f"the values in %s are frozen at capture. {_WATCH}")
+        self._tell(self._users(paths), f"the values in %s are frozen at capture. {_WATCH}")
+
+    def _users(self, paths: Sequence[str]) -> Sequence[str]:
+        return [path for path in paths if path.startswith(("global ", "class "))] if self._is_ours else paths
 
     def _tell(self, paths: Sequence[str], text: str, level: int = logging.INFO) -> None:
         new = [path for path in dict.fromkeys(paths) if path not in self._told]
