@@ -118,7 +118,7 @@ def test_missing_and_unexpected(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="zerofn"):
         kept = zerofn.load_safetensors(tmp_path / "missing.safetensors", like=like(), strict=False)
     assert_same_trees(zerofn.unshard(kept), without | {"h.0.b": torch.zeros(301)})
-    assert "1 of 4 leaves keep their values (h.0.b)" in caplog.text
+    assert "1 of 4 leaves keep their values (h.0.b).\n" in caplog.text
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     fails(tmp_path / "other.safetensors", r"no leaf 'emb.w' \(and 3 more\)", strict=False)
 

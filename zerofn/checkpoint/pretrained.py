@@ -112,16 +112,10 @@ def _match(weights: Source, parts: list[StatePart], path: str, strict: bool) -> 
     if len(missing) == len(wanted) or (strict and (missing or unexpected)):
         raise CheckpointError(_mismatch(wanted, weights.leaves, missing, unexpected, path))
     if missing or unexpected:
-        shown = [printable(", ".join(names[:3])) for names in (missing, unexpected)]
-        log.info(
-            "%s: %d of %d leaves keep their values (%s), %d tensors are not used (%s).",
-            path,
-            len(missing),
-            len(wanted),
-            shown[0],
-            len(unexpected),
-            shown[1],
-        )
+        kept, unused = (printable(", ".join(names[:3])) for names in (missing, unexpected))
+        told = [f"{len(missing)} of {len(wanted)} leaves keep their values ({kept})"] if missing else []
+        told += [f"{len(unexpected)} tensors are not used ({unused})"] if unexpected else []
+        log.info("%s: %s.", path, ", ".join(told))
     return frozenset(missing)
 
 
