@@ -370,7 +370,7 @@ def with_others(what, method, captured):
     axis = Mesh.make(context=-1).axis("context")
     turned = Chunks(tuple((axis.size - 1 - r,) for r in range(axis.size)))
     options = {
-        "windows": {"layout": sparse.sliding_window(40 + 100 * axis.rank)},
+        "windows": {"layout": sparse.sliding_window(40 + axis.rank)},  # in a ring the same blocks travel
         "functions": {"layout": sparse.pattern(lambda head, query, key: key < 40 + axis.rank)},
         "causal": {"causal": bool(axis.rank)},
         "chunks": {"chunks": turned if axis.rank else Chunks.in_order(axis.size)},
@@ -388,12 +388,14 @@ def with_others(what, method, captured):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
     ("what", "method"),
-    [("windows", "ring"), *((what, "ulysses") for what in ("windows", "functions", "causal", "chunks"))],
+    [
+        *((what, "ring") for what in ("windows", "functions", "causal")),
+        *((what, "ulysses") for what in ("windows", "functions", "causal", "chunks")),
+    ],
 )
 def test_ranks_that_attend_in_different_ways_are_told(ranks, what, method, captured):
     told = ranks(2, with_others, what, method, captured)
-    named = "attention(" if method == "ulysses" else "parts"
-    assert all(named in text for text in told), told
+    assert all("attention(" in text for text in told), told
     ranks.stop()  # its group is gone
 
 

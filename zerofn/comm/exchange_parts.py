@@ -14,13 +14,16 @@ from . import transport
 from .transport import as_bytes, count_sent, group_for, is_gloo
 
 
-def exchange_parts_start(flat: Tensor, sizes: Sequence[int], size: int, rank: int, group: str) -> Tensor:
+def exchange_parts_start(
+    flat: Tensor, sizes: Sequence[int], size: int, rank: int, group: str, purpose: str = ""
+) -> Tensor:
     """flat [what this rank sends] -> [what it receives], both in rank order. `sizes`: at s * size + r, how many
     elements rank s sends to rank r; the same list on all ranks. What a rank sends to itself is never empty: transfers
-    under way are told apart by the address of what they fill.
+    under way are told apart by the address of what they fill. `purpose`: as for `exchange_start`.
     """
     if not meetings().captured or meetings().refused:
-        meetings().begin(group, "all_to_all of parts", f"{list(sizes)} {flat.dtype}")
+        what = f"all_to_all for {purpose}" if purpose else "all_to_all of parts"
+        meetings().begin(group, what, f"{list(sizes)} {flat.dtype}")
     sent, received = _parts(sizes, size, rank)
     flat, out = flat.contiguous(), flat.new_empty(sum(received))
     if not is_gloo(group, flat):
@@ -47,9 +50,9 @@ def _to_others_of_parts(flat: Tensor, sizes: Sequence[int], size: int, rank: int
 
 
 define(
-    "exchange_parts(Tensor flat, int[] sizes, int size, int rank, str group) -> Tensor",
+    "exchange_parts(Tensor flat, int[] sizes, int size, int rank, str group, str purpose='') -> Tensor",
     exchange_parts_start,
-    lambda flat, sizes, size, rank, group: flat.new_empty(sum(_parts(sizes, size, rank)[1])),
+    lambda flat, sizes, size, rank, group, purpose="": flat.new_empty(sum(_parts(sizes, size, rank)[1])),
     traits=Traits(
         OnShard.REFUSED,
         Moves(

@@ -130,13 +130,13 @@ def attention(
         _check_layout((q, k, v), layout, mask, method, where)
     if where.size == 1:
         return _whole(q, k, v, causal, scale, mask, layout)
-    if method == "ring":
-        if layout is None and dealt != Chunks.early_and_late(where.size):
-            layout = everything
-        if layout is not None:
-            return of_blocks(q, k, v, where, dealt, pattern_of(layout), causal, scale)
-        return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+    if method == "ring" and layout is None and dealt != Chunks.early_and_late(where.size):
+        layout = everything
     purpose = _purpose(causal, scale, mask, layout, dealt)
+    if method == "ring" and layout is not None:
+        return of_blocks(q, k, v, where, dealt, pattern_of(layout), causal, scale, purpose)
+    if method == "ring":
+        return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
     there, back = SequencesOfHeads(where, dealt, purpose), HeadsOfChunks(where, dealt, purpose)
     heads = q.shape[-3]
     k, v = (_for_ranks(x, heads, where.size) for x in (k, v))
@@ -147,7 +147,7 @@ def attention(
 
 
 def _purpose(causal: bool, scale: float | None, mask: Tensor | None, layout: What | None, chunks: Chunks) -> str:
-    """Return what must be the same on all ranks: each one attends for the queries of all, with its heads."""
+    """Return what must be the same on all ranks: each attends to the keys of all."""
     given: dict[str, object] = {"causal": causal} if mask is None else {"mask": True}
     given |= {"scale": scale, "layout": None if layout is None else described(layout)}
     if chunks != Chunks.early_and_late(chunks.size):

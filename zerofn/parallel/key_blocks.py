@@ -129,22 +129,23 @@ def route_of(pattern: Pattern, sizes: Sizes, chunks: Chunks, rank: int) -> Route
 @dataclass(frozen=True)
 class KeysNeeded:
     """[..., s, D], the keys of a rank's own tokens -> [..., n, D], the keys that it needs, in the order of their
-    positions.
+    positions. `purpose`: as for `zerofn.collectives.maps.Exchange`.
     """
 
     axis: Axis
     route: Route
+    purpose: str
 
     @property
     def transpose(self) -> SumsOfKeys:
         """Back to the ranks that have the keys."""
-        return SumsOfKeys(self.axis, self.route)
+        return SumsOfKeys(self.axis, self.route, self.purpose)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """One exchange."""
         rows = x.movedim(-2, 0)
         sent = torch.cat([rows.index_select(0, taken.to(x.device)) for taken in self.route.taken])
-        found = _exchanged(sent, self.axis, self.route.counts)
+        found = _exchanged(sent, self.axis, self.route.counts, self.purpose)
         order = self.route.order
         return ((found if order is None else found.index_select(0, order.to(x.device))).movedim(0, -2),)
 
@@ -157,18 +158,20 @@ class SumsOfKeys:
 
     axis: Axis
     route: Route
+    purpose: str
 
     @property
     def transpose(self) -> KeysNeeded:
         """To the ranks that need the keys."""
-        return KeysNeeded(self.axis, self.route)
+        return KeysNeeded(self.axis, self.route, self.purpose)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """One exchange, and the sums."""
         rows, back, size = x.movedim(-2, 0), self.route.back, self.axis.size
         rows = rows if back is None else rows.index_select(0, back.to(x.device))
         counts = self.route.counts
-        found = _exchanged(rows, self.axis, tuple(counts[r * size + s] for s in range(size) for r in range(size)))
+        turned = tuple(counts[r * size + s] for s in range(size) for r in range(size))
+        found = _exchanged(rows, self.axis, turned, self.purpose)
         total = found.new_zeros(self.route.tokens, *found.shape[1:])
         parts = found.split([len(taken) for taken in self.route.taken])
         for taken, part in zip(self.route.taken, parts, strict=True):
@@ -176,23 +179,33 @@ class SumsOfKeys:
         return (total.movedim(0, -2),)
 
 
-def _exchanged(rows: Tensor, axis: Axis, counts: tuple[int, ...]) -> Tensor:
+def _exchanged(rows: Tensor, axis: Axis, counts: tuple[int, ...], purpose: str) -> Tensor:
     """rows [what this rank sends, ...] -> [what it gets, ...], both in rank order."""
     width = rows.shape[1:].numel()
     sizes = [width * n for n in counts]
-    flat = ops.wait(ops.exchange_parts(rows.reshape(-1), sizes, axis.size, axis.rank, axis.group))
+    flat = ops.wait(ops.exchange_parts(rows.reshape(-1), sizes, axis.size, axis.rank, axis.group, purpose))
     return flat.view(-1, *rows.shape[1:])
 
 
 def of_blocks(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, chunks: Chunks, pattern: Pattern, causal: bool, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    chunks: Chunks,
+    pattern: Pattern,
+    causal: bool,
+    scale: float | None,
+    purpose: str,
 ) -> Tensor:
-    """Attention of a rank's queries, by a pattern of the whole sequence. See `attention`."""
+    """Attention of a rank's queries, by a pattern of the whole sequence. See `attention`. `purpose`: what must be equal
+    on all ranks.
+    """
     length = q.shape[-2] * axis.size
     whole = Sizes(q.shape[-3], length, length)
     route = route_of(known_part(pattern, causal, are_numbers)[0], whole, chunks, axis.rank)
     works_by_rank(axis)  # what travels
-    (both,) = Linear.apply(KeysNeeded(axis, route), torch.cat([k, v], -1))
+    (both,) = Linear.apply(KeysNeeded(axis, route, purpose), torch.cat([k, v], -1))
     k, v = both.split([k.shape[-1], v.shape[-1]], -1)
     part = Part(whole, 0, chunks.runs(axis.rank, length), route.keys)
     return with_logsumexp(q, k, v, pattern, is_causal=causal, scale=scale, part=part)[0]
