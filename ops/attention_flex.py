@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch_compat import above_autograd, assert_on_device, compiler_missing, without_autocast, without_dispatch_modes
 from ..util.process import the
-
-if TYPE_CHECKING:
-    from .block_attention import Keys
+from .attention_keys import Keys
 
 BLOCK = 128  # queries and keys of a block: torch's kernels for gradients take no smaller ones
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

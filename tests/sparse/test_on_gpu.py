@@ -14,6 +14,7 @@ from tests.sparse.dense import attended, inputs, same_as_dense
 from tests.sparse.test_attention import EXACT, NAMES, cases, places
 from zerofn import sparse
 from zerofn.ops import attention_flex, block_attention
+from zerofn.ops.attention_keys import Keys
 from zerofn.sparse.attention import with_logsumexp
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -160,7 +161,7 @@ def test_what_does_not_exist_is_refused(here):
     q, k, v, _ = (x.detach() for x in inputs(queries=100))
     with pytest.raises(RuntimeError, match="the index names a block beyond -1 to 1"):
         sparse.attention(q, k, v, sparse.chosen(torch.full((1, 1, 2, 1), 7), 64))
-    every = block_attention.Keys(None, None, None, None, torch.full((1, 100, 2), -1), None, 64, 64, False)
+    every = Keys(None, None, None, None, torch.full((1, 100, 2), -1), None, 64, 64, False)
     with pytest.raises(RuntimeError, match="a row's cu_seqlens do not increase"):
         attention_flex.forward(q, k, v, every, 1.0)
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .._torch_compat import current_trace, plain_dispatch
 from ..ops import attention_flex
-from ..ops.block_attention import NUMBERS, Keys, block_attention
+from ..ops.attention_keys import Keys
+from ..ops.block_attention import NUMBERS, block_attention
 from ..util.arguments import checked
 from .blocks import Blocks
 from .layout import Layout, layout

@@ -25,7 +25,7 @@ class Layout:
 
     `sizes`: numbers of heads (1 if all heads are equal), queries and keys. `tile`: queries and keys of a tile. `status`
     int8 [heads, tiles of queries, tiles of keys]: 0 none, 1 some, 2 all pairs of a tile are attended. `starts`, `runs`,
-    `bits`: see `zerofn.ops.block_attention.Keys`. `computed`, `attended`: numbers of pairs of tokens over all heads, in
+    `bits`: see `zerofn.ops.attention_keys.Keys`. `computed`, `attended`: numbers of pairs of tokens over all heads, in
     computed tiles, and allowed by the pattern.
 
     >>> from zerofn import sparse
