@@ -48,6 +48,7 @@ def test_a_run(tmp_path, capsys):
     assert [x.split()[0] for x in lines] == [f"step-0000000{k}" for k in (1, 2, 3)] and lines[2].endswith(
         "loss 0.333333"
     )
+    assert all("  1 rank  " in line for line in lines)
     assert main(["verify", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("every bit is as saved") == 3
     (file,) = checkpoints.path(2).glob("rank*")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..util.errors import printable
+from ..util.sizes import counted
 from .file_sources import Checkpoint
 from .folder import MANIFEST, is_complete
 from .locations import check_answers, located
@@ -61,7 +62,7 @@ def _page(path: Path, manifest: Manifest) -> str:
     if manifest.notes.get("metrics"):
         rows.append(("metrics", _metrics(manifest)))
     if manifest.notes.get("ranks"):
-        rows.append(("loader", f"state of {len(manifest.notes['ranks'])} ranks"))
+        rows.append(("loader", f"state of {counted(len(manifest.notes['ranks']), 'rank')}"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(printable(f"{name:<{width}}  {text}".replace("\n", "\\n")) for name, text in rows)
 
@@ -82,7 +83,9 @@ def _leaves(leaves: list[NamedLeaf]) -> str:
 
 def _line(path: Path, manifest: Manifest) -> str:
     size = _size(sum(w.nbytes for w in manifest.files.values()))
-    return f"{path.name}  {_when(manifest)}  {manifest.world_size} ranks  {size}  {_metrics(manifest)}".rstrip()
+    return (
+        f"{path.name}  {_when(manifest)}  {counted(manifest.world_size, 'rank')}  {size}  {_metrics(manifest)}".rstrip()
+    )
 
 
 def _metrics(manifest: Manifest) -> str:
