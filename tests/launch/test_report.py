@@ -6,6 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from zerofn import cli
 from zerofn.launch import report
@@ -38,6 +39,16 @@ def test_shortages_say_what_they_cost_and_what_to_type(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=64 << 20))
     advice = {x.what: x.advice for x in report._limits()}
     assert advice["open files"].endswith("ulimit -n 4096") and "--shm-size=8g" in advice["/dev/shm"]
+
+
+def test_a_kernel_with_all_threads_is_compared_with_the_bandwidth_of_all_ranks(monkeypatch):
+    rates = {"flops": {}, "memory_rate": 10e9, "link": 1e9, "latency": 1e-5, "slowest": 1.0}
+    monkeypatch.setattr(report, "run", lambda *args, ranks: SimpleNamespace(**rates))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for update, share, slow in ((20e9, "100%", False), (6e9, "30%", True)):
+        monkeypatch.setattr(report, "_update_rate", lambda update=update: update)
+        found = list(report._measured(None, 2))[-1]
+        assert found.value.endswith(f"{share} of the memory bandwidth") and bool(found.advice) == slow
 
 
 def test_a_training_that_fails_is_a_finding(monkeypatch):

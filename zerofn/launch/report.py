@@ -161,7 +161,8 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
             else "",
         )
     update = _update_rate()
-    share = update / machine.memory_rate
+    # One process updates, on CPUs with the threads of all ranks; the bandwidth is one rank's, with all at once.
+    share = update / (machine.memory_rate * (1 if torch.cuda.is_available() else size))
     yield Finding(
         "AdamW's kernel",
         f"{update / 1e9:.1f} GB/s, {share:.0%} of the memory bandwidth",
