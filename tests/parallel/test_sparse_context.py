@@ -373,9 +373,12 @@ def with_others(what, method, captured):
         "windows": {"layout": sparse.sliding_window(40 + axis.rank)},  # in a ring the same blocks travel
         "functions": {"layout": sparse.pattern(lambda head, query, key: key < 40 + axis.rank)},
         "causal": {"causal": bool(axis.rank)},
+        "scales, of blocks that go round": {"scale": 1.0 + axis.rank},
         "chunks": {"chunks": turned if axis.rank else Chunks.in_order(axis.size)},
     }[what]
-    chunks = {} if method == "ulysses" and what != "chunks" else {"chunks": Chunks.in_order(axis.size)}
+    chunks = (
+        {} if "round" in what or method == "ulysses" and what != "chunks" else {"chunks": Chunks.in_order(axis.size)}
+    )
     attend = functools.partial(attention, axis=axis, method=method, **{**chunks, **options})
     step = step_with(loss_with(lambda q, k, v, x: attend(q, k, v)))
     batch = {**batches()[0], "rows": torch.full((1, 222, WIDTH), 1.0 + axis.rank, dtype=torch.float64)}
@@ -384,12 +387,12 @@ def with_others(what, method, captured):
     return str(caught.value)
 
 
-@pytest.mark.part(what=["windows", "chunks"])
+@pytest.mark.part(what=["windows", "chunks", "scales, of blocks that go round"])
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(
     ("what", "method"),
     [
-        *((what, "ring") for what in ("windows", "functions", "causal")),
+        *((what, "ring") for what in ("windows", "functions", "causal", "scales, of blocks that go round")),
         *((what, "ulysses") for what in ("windows", "functions", "causal", "chunks")),
     ],
 )

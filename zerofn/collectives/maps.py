@@ -339,21 +339,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Permute:
-    """Rank r receives what rank `sources[r]` holds."""
+    """Rank r receives what rank `sources[r]` holds. `purpose`: as for `Exchange`."""
 
     axis: Axis
     sources: tuple[int, ...]
+    purpose: str = ""
 
     @property
     def transpose(self) -> Permute:
         """The inverse permutation."""
-        return Permute(self.axis, tuple(self.sources.index(r) for r in range(self.axis.size)))
+        return Permute(self.axis, tuple(self.sources.index(r) for r in range(self.axis.size)), self.purpose)
 
     def __call__(self, x: Tensor) -> tuple[Tensor]:
         """The permutation."""
         if self.axis.size == 1:
             return (x.view_as(x),)
-        return (ops.wait(ops.permute(x.contiguous(), self.sources, self.axis.group)),)
+        return (ops.wait(ops.permute(x.contiguous(), self.sources, self.axis.group, self.purpose)),)
 
 
 @dataclass(frozen=True)

@@ -263,9 +263,9 @@ def exchange_start(rows: Tensor, size: int, group: str, purpose: str = "") -> Te
     return pending().start(out, works, (rows,))
 
 
-def permute_start(x: Tensor, sources: Sequence[int], group: str) -> Tensor:
-    """Rank r receives the tensor of rank `sources[r]`."""
-    _meet(group, "permute", x)
+def permute_start(x: Tensor, sources: Sequence[int], group: str, purpose: str = "") -> Tensor:
+    """Rank r receives the tensor of rank `sources[r]`. `purpose`: as for `exchange_start`."""
+    _meet(group, f"permute for {purpose}" if purpose else f"permute from {list(sources)}", x)
     pg, x = group_for(group, x), x.contiguous()
     rank, out = pg.rank(), torch.empty_like(x)
     sends = {r: x for r, s in enumerate(sources) if s == rank and r != rank}
@@ -359,9 +359,9 @@ define(
     ),
 )
 define(
-    "permute(Tensor x, int[] sources, str group) -> Tensor",
+    "permute(Tensor x, int[] sources, str group, str purpose='') -> Tensor",
     permute_start,
-    lambda x, sources, group: torch.empty_like(x),
+    lambda x, sources, group, purpose="": torch.empty_like(x),
     traits=Traits(OnShard.REFUSED, Moves(Lane.LINK, lambda given, _: given["x"].nbytes), "permute"),
 )
 define("wait(Tensor(a) x) -> Tensor(a)", wait_, lambda x: x, traits=Traits(OnShard.KEEPS, passes_on=True, free=True))

@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from ..collectives import permute
-from ..collectives.maps import Exchange, Linear
+from ..collectives.maps import Exchange, Linear, Permute
 from ..comm.axes import CONTEXT
 from ..comm.current_mesh import axis_of, works_by_rank
 from ..comm.mesh import Axis
@@ -136,7 +135,7 @@ def attention(
     if method == "ring" and layout is not None:
         return of_blocks(q, k, v, where, dealt, pattern_of(layout), causal, scale, purpose)
     if method == "ring":
-        return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale)
+        return _ring(q, k, v, where, causal, q.shape[-1] ** -0.5 if scale is None else scale, purpose)
     there, back = SequencesOfHeads(where, dealt, purpose), HeadsOfChunks(where, dealt, purpose)
     heads = q.shape[-3]
     k, v = (_for_ranks(x, heads, where.size) for x in (k, v))
@@ -285,17 +284,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False)
     return _Part((terms.to(v.dtype) @ v).to(scores.dtype), terms.sum(-1, keepdim=True), greatest)
 
 
-def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float) -> Tensor:
+def _ring(q: Tensor, k: Tensor, v: Tensor, axis: Axis, causal: bool, scale: float, purpose: str) -> Tensor:
     half = q.shape[-2] // 2
     works_by_rank(axis)  # what is between its chunks, before or behind both
     q = q.unflatten(-3, (k.shape[-3], -1))
-    before = [(r - 1) % axis.size for r in range(axis.size)]
+    on = Permute(axis, tuple((r - 1) % axis.size for r in range(axis.size)), purpose)
     parts: list[_Part] = []  # of the first chunk's rows, and of the second's
     block = k, v
     for turn in range(axis.size):
         here, source = block, (axis.rank - turn) % axis.size
         if turn < axis.size - 1:  # sent on before it is used: the next block comes meanwhile
-            block = permute(here[0], before, axis), permute(here[1], before, axis)
+            block = Linear.apply(on, here[0])[0], Linear.apply(on, here[1])[0]
         keys, values = (x.unsqueeze(-3) for x in here)
         if causal and source > axis.rank:  # both of its chunks are between this rank's
             parts[1] += _attend(q[..., half:, :], keys, values, scale)
