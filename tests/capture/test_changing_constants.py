@@ -5,6 +5,7 @@ import itertools
 import os
 import random
 import secrets
+import threading
 import uuid
 
 import numpy as np
@@ -120,6 +121,39 @@ def test_a_refused_draw_leaves_the_generators_as_they_were():
         with pytest.raises(zerofn.CaptureError):
             zerofn.compile(lambda s, x: x * take())(STATE, X)  # noqa: B023  (called at once)
     assert before == (own.getstate(), of_numpy.bit_generator.state, random.getstate())
+
+
+@pytest.mark.parametrize("take", [lambda: random.random(), lambda: np.random.rand()])
+def test_another_thread_may_draw_and_its_draws_stay(take):
+    began, done = threading.Event(), threading.Event()
+
+    def step(state, x):
+        began.set()
+        assert done.wait(20)
+        return 2 * x
+
+    def draw():
+        assert began.wait(20)
+        drawn.append(take())
+        done.set()
+
+    drawn, thread = [], threading.Thread(target=draw)
+    thread.start()
+    torch.testing.assert_close(zerofn.compile(step)(STATE, X), 2 * X)
+    thread.join()
+    assert take() != drawn[0]  # it would be the same number if the generator had been set back
+
+    def draws_too(state, x):
+        began.set()
+        assert done.wait(20)
+        return x * take()
+
+    began.clear(), done.clear()
+    thread = threading.Thread(target=draw)
+    thread.start()
+    with pytest.raises(zerofn.CaptureError, match="the step draws from"):
+        zerofn.compile(draws_too)(STATE, X)
+    thread.join()
 
 
 def test_what_is_only_held_may_move_between_calls():

@@ -12,8 +12,10 @@ import os
 import pickle
 import random
 import sys
+import threading
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -70,25 +72,33 @@ def watching(found: Mapping[str, Any]) -> AbstractContextManager[Any]:
 @contextlib.contextmanager
 def unmoved(traces: bool = False) -> Iterator[None]:
     """Raise `ChangingConstant` if the code inside has moved a global generator or an object that is watched. With
-    `traces`, name the line. Generators are set back.
+    `traces`, name the line. Generators are set back. What other threads draw in the meantime, as libraries do that
+    repeat a request, counts for nothing, and stays drawn.
     """
     watched = {**_GLOBAL, **the(_Watched).found}
     before = {name: position_of(x) for name, x in watched.items()}
-    accesses = [_access(x) for x in watched.values() if is_generator(x)]
-    back = [partial(put, get()) for get, put in accesses]
+    accesses = {name: _access(x) for name, x in watched.items() if is_generator(x)}
+    back = {name: partial(put, get()) for name, (get, put) in accesses.items()}
+    drawn = the(_Draws).by
+    begun, mine = drawn.copy(), threading.get_ident()
+
+    def by_others(name: str) -> bool:
+        more = {thread for (which, thread), num in [*drawn.items()] if which == name and num > begun[which, thread]}
+        return bool(more) and mine not in more
 
     def moved() -> str | None:
-        return next((name for name, x in watched.items() if position_of(x) != before[name]), None)
+        return next((k for k, x in watched.items() if position_of(x) != before[k] and not by_others(k)), None)
 
     try:
-        with _values_for_once, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
+        with _values_for_once, _noting, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
             yield
         name = moved()
         if name is not None:
             raise ChangingConstant(_message(name, watched[name], *lines))
     finally:
-        for put in back:
-            put()
+        for name, put in back.items():
+            if not by_others(name):
+                put()
 
 
 def position_of(value: Any) -> Any:
@@ -143,6 +153,40 @@ def _message(name: str, value: Any, line: str, settings: str) -> str:
         f"the step takes the next value of {name}{line}, a {type(value).__name__}: it would be a constant of the "
         f"captured step. Take it {_WAYS_OUT}. If it is a counter, store it in the state."
     )
+
+
+class _Draws:
+    """How often threads have drawn from a global generator while something was captured, by its name and the thread."""
+
+    def __init__(self) -> None:
+        self.by: Counter[tuple[str, int]] = Counter()
+
+
+def _noted(name: str) -> Callable[[Any], Any]:
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def draws(*args: Any, **kwargs: Any) -> Any:
+            the(_Draws).by[name, threading.get_ident()] += 1
+            return original(*args, **kwargs)
+
+        return draws
+
+    return wrap
+
+
+def _functions_of(module: types.ModuleType, generator: Any) -> list[str]:
+    """Return the functions of a module that are methods of its global generator, but for those that only read it."""
+    own = (name for name, x in vars(module).items() if getattr(x, "__self__", None) is generator)
+    return [name for name in own if name not in ("getstate", "get_state")]
+
+
+_noting = Patches(
+    lambda: [
+        (module, name, _noted(which))
+        for module, (which, generator) in zip((random, np.random), _GLOBAL.items(), strict=True)
+        for name in _functions_of(module, generator)
+    ]
+)
 
 
 # --- functions whose value is another one at each call, or after a seed ----------------------------------------------
