@@ -43,7 +43,12 @@ def reason_against(dropout: float) -> str:
     """Return why attention does not run on a GPU, in a sentence; "" if it does."""
     if dropout:
         return f"dropout={dropout}, which is computed on the CPU only; expected 0 on a GPU."
-    missing = compiler_missing("cuda") if torch.cuda.is_available() else ""
+    return _without_compiler()
+
+
+@functools.cache
+def _without_compiler() -> str:
+    missing = compiler_missing("cuda") if torch.cuda.is_available() else ""  # else it is planned, not run
     return f"attention on a GPU is compiled by Triton, and {missing}" if missing else ""
 
 
@@ -176,7 +181,7 @@ def _blocks(tiles: _Tiles, keys: Keys, num_q: int, num_k: int) -> tuple[Tensor, 
     if keys.causal:
         some, whole = some & (key <= last_query), whole & (last_key <= query)
     if keys.spans is not None:
-        first, end = (_in_blocks(x, 0)[:, None, :, None, :] for x in keys.spans.to(device).unbind(2))
+        first, end = (_in_blocks(x, x[:, -1:])[:, None, :, None, :] for x in keys.spans.to(device).unbind(2))
         some = some & (key < end.amax(-1)) & (last_key >= first.amin(-1))
         whole = whole & (key >= first.amax(-1)) & (last_key < end.amin(-1))
     if keys.there is not None:
@@ -200,16 +205,12 @@ def _overlaps(num: int, size: int, device: torch.device) -> Tensor:
     return ((first // BLOCK <= block) & (block <= last // BLOCK)).to(torch.float32)
 
 
-def _in_blocks(x: Tensor, more: bool | int) -> Tensor:
-    """Return values of tokens [rows, tokens] as [rows, blocks, BLOCK]; the last block is filled up with its first token
-    for numbers, and with `more` for booleans.
+def _in_blocks(x: Tensor, more: Tensor | bool) -> Tensor:
+    """Return values of tokens [rows, tokens] as [rows, blocks, BLOCK]; the last block is filled up with `more`, one
+    value or one of each row [rows, 1].
     """
-    missing = -x.shape[1] % BLOCK
-    if x.dtype == torch.bool:
-        filled = pad(x, (0, missing), value=more)
-    else:
-        filled = torch.cat([x, x[:, -1:].expand(-1, missing)], 1)
-    return filled.unflatten(1, (-1, BLOCK))
+    rest = torch.as_tensor(more, device=x.device).expand(len(x), -x.shape[1] % BLOCK)
+    return torch.cat([x, rest], 1).unflatten(1, (-1, BLOCK))
 
 
 # --- pairs of tokens -----------------------------------------------------------------------------

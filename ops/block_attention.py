@@ -154,9 +154,9 @@ def _by_flex(q: Tensor) -> bool:
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, keys: Keys, pairs: int, scale: float, dropout: float
 ) -> tuple[Tensor, Tensor]:
-    out, lse = _fake(q, k, v)
     if _by_flex(q):
-        return _laid_out(attention_flex.forward(q, k, v, keys, scale), (out, lse))
+        return _laid_out(attention_flex.forward(q, k, v, keys, scale), _fake(*map(_without_memory, (q, k, v))))
+    out, lse = _fake(q, k, v)
     keys, dropped = _prepared(keys, q, k), Dropped.make(seed, dropout)
     q, k, v = map(_readable, (q, k, v))
     if not _by_library(q):
@@ -167,10 +167,17 @@ def _forward(
     return out, lse
 
 
-def _laid_out(results: Sequence[Tensor], promised: tuple[Tensor, ...]) -> Any:
+def _without_memory(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _laid_out(results: Sequence[Tensor], promised: Sequence[Tensor]) -> Any:
     """Return results with the strides that a capture has noted of them."""
-    pairs = zip(results, promised, strict=True)
-    return tuple(x if x.stride() == mine.stride() else mine.copy_(x) for x, mine in pairs)
+    strides = [x.stride() for x in promised]
+    return tuple(
+        x if x.stride() == wanted else x.new_empty_strided(x.shape, wanted).copy_(x)
+        for x, wanted in zip(results, strides, strict=True)
+    )
 
 
 def _tiles(num_q: int, block_q: int) -> int:
@@ -194,7 +201,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _by_flex(q):
         found = attention_flex.backward(q, k, v, grad_out, grad_lse, keys, scale)
-        return _laid_out(found, (_like(q), _like(k), _like(v)))
+        return _laid_out(found, [_like(_without_memory(x)) for x in (q, k, v)])
     grads = _like(q), _like(k).zero_(), _like(v).zero_()
     keys, dropped = _prepared(keys, q, k), Dropped.make(seed, dropout)
     q, k, v, out, grad_out = map(_readable, (q, k, v, out, grad_out))

@@ -93,18 +93,17 @@ class Cell:
         others = [row for row in self.rows if row != PLAIN]
         for first in range(0, max(1, len(others)), AT_ONCE[self.world]):
             rows = [PLAIN, *others[first : first + AT_ONCE[self.world]]]
-            before = self.found.pop(PLAIN, None)
-            self._together(rows, expected, hosts, links, console)
-            for row in rows:
-                for link, rounds in self.found.get(row, {}).items():
-                    for x, plain in zip(rounds, self.found[PLAIN][link], strict=False):
+            found = self._together(rows, expected, hosts, links, console)
+            for row, by_link in found.items():
+                for link, rounds in by_link.items():
+                    for x, plain in zip(rounds, found[PLAIN][link], strict=False):
                         x["plain_ms"] = plain["ms"]
-            self.found = {PLAIN: before or self.found[PLAIN], **{r: x for r, x in self.found.items() if r != PLAIN}}
+                self.found.setdefault(row, by_link)  # PLAIN's are those of the first rows
 
     def _together(
         self, rows: list[str], expected: list[float], hosts: Hosts | Loopback, links: dict[str, Link], console: Console
-    ) -> None:
-        """Start some rows, and measure them in turns on each link."""
+    ) -> Found:
+        """Start some rows, measure them in turns on each link, and return what was found."""
         self._there = {}
         theirs = [row for row in rows if row.startswith("DeepSpeed")]
         with contextlib.ExitStack() as stack:
@@ -115,14 +114,18 @@ class Cell:
                 if not mine:
                     continue
                 command = [*program(python, "benchmarks.wire.staying"), "--workload", self.options.workload]
-                ranks = stack.enter_context(Ranks(python, commands(hosts, command, self.world, len(self.found))))
+                number = len(self.found) + len(self._there)
+                ranks = stack.enter_context(Ranks(python, commands(hosts, command, self.world, number)))
                 for row in mine:
                     self._begin(row, ranks, expected, console)
+            found: Found = {row: {} for row in self._there}
             for link, turns in self._turns(links):
                 if isinstance(hosts, Hosts):
                     hosts.throttle(links[link].mbits)
                 for row in turns:
-                    self._step(row, link, links[link].steps, hosts, console)
+                    measured = self._step(row, link, links[link].steps, hosts, console)
+                    found[row].setdefault(link, []).append(measured)
+        return found
 
     def _begin(self, row: str, ranks: Ranks, expected: list[float], console: Console) -> None:
         try:
@@ -137,7 +140,7 @@ class Cell:
             console.print(f"{row} does not run here: {error}", highlight=False, markup=False)
             return
         check_losses(row, [x["losses"] for x in found], expected)
-        self._there[row], self.found[row] = ranks, {}
+        self._there[row] = ranks
         if row in ZEROFN:
             self.planned[row] = found[0]["planned"]
         console.print(f"{row} is there", highlight=False)
@@ -152,14 +155,14 @@ class Cell:
                 if number < rounds[name]:
                     yield name, in_turn(rows, number)
 
-    def _step(self, row: str, link: str, steps: int, hosts: Hosts | Loopback, console: Console) -> None:
+    def _step(self, row: str, link: str, steps: int, hosts: Hosts | Loopback, console: Console) -> dict[str, Any]:
         ranks = self._there[row].ask("step", row=row, num=every_of(row) or steps)
         # The loopback interface counts what all ranks send, a cable what its own does.
         sent = statistics.fmean(x["sent"] for x in ranks) / (self.world if hosts.interface == LOOPBACK else 1)
         found = {"ms": max(x["ms"] for x in ranks), "sent": sent, "counted": ranks[0]["counted"]}
-        self.found[row].setdefault(link, []).append(found)
         line = f"{link:<11} {row:<24} {found['ms']:.0f} ms, {found['sent'] / MB:.1f} MB"
         console.print(line, highlight=False)
+        return found
 
 
 def reference(world: int, options: argparse.Namespace) -> list[float]:

@@ -34,8 +34,7 @@ def _of_links() -> Iterator[Piece]:
     def row(name: str) -> list[Figure]:
         found: list[Figure] = [_sent(name)]
         for link in ("100 Mbit/s", "1 Gbit/s", "10 Gbit/s"):
-            found += [of("wire_network", *at, name, link, "ms")]
-            found += [Key("wire_network", (*at, name, link, "ms"), (*at, name, link, "plain_ms"))]
+            found += [of("wire_network", *at, name, link, "ms"), _of_plain("2", name, link)]
         return found
 
     for words, name in (
@@ -52,21 +51,22 @@ def _of_links() -> Iterator[Piece]:
 
 def _of_four() -> Iterator[Piece]:
     """Yield the sentence on four ranks."""
-
-    def times(name: str, link: str) -> Figure:
-        at = ("cells", "4", "rows")
-        return Key("wire_network", (*at, name, link, "ms"), (*at, name, link, "plain_ms"))
-
     slow = ("FSDP2", "ZeroFn 3", "ZeroFn 3, int8", "ZeroFn 0, 1-bit Adam", "ZeroFn, DiLoCo 10")
     yield (
         'FSDP2 {:.2f}, stage 3 {:.2f}, with `wire="int8"` {:.2f}, `optim.onebit_adam` {:.2f}, '
         "`zerofn.diloco(every=10)` {:.2f}.",
-        [times(name, "100 Mbit/s") for name in slow],
+        [_of_plain("4", name, "100 Mbit/s") for name in slow],
     )
     yield (
         'At 10 Gbit/s, `wire="int8"` takes {:.2f} and `optim.onebit_adam` {:.2f}.',
-        [times(name, "10 Gbit/s") for name in slow[2:4]],
+        [_of_plain("4", name, "10 Gbit/s") for name in slow[2:4]],
     )
+
+
+def _of_plain(world: str, name: str, link: str) -> Figure:
+    """Return a row's time over DDP's in the same rounds."""
+    at = ("cells", world, "rows", name, link)
+    return Key("wire_network", (*at, "ms"), (*at, "plain_ms"))
 
 
 def _of_steps() -> Iterator[Piece]:

@@ -32,6 +32,7 @@ from ..util.user_line import OURS, library_prefixes, of_python
 from .model_settings import settings_behind
 
 _GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
+_MODULES = {"Python's random": random, "numpy.random": np.random}
 _WAYS_OUT = "outside the step and pass it in the batch as a tensor"
 _UNDER = ", in a step of your own under zerofn.random.randomness(state.rng_at())"
 
@@ -183,8 +184,8 @@ def _functions_of(module: types.ModuleType, generator: Any) -> list[str]:
 _noting = Patches(
     lambda: [
         (module, name, _noted(which))
-        for module, (which, generator) in zip((random, np.random), _GLOBAL.items(), strict=True)
-        for name in _functions_of(module, generator)
+        for which, module in _MODULES.items()
+        for name in _functions_of(module, _GLOBAL[which])
     ]
 )
 

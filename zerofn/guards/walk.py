@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ..capture.changing_constants import is_generator, is_moving
 from ..util.by_identity import ByIdentity
 from ..util.classes import held_by, is_dataclass, named, of_class
+from ..util.watched import FOLLOWED, INERT, WRITTEN
 from .attributes import (
     answers,
     attributes_of,
@@ -60,9 +61,8 @@ _HOOKS = tuple(name for name in _OF_EVERY_MODULE if name.endswith("_hooks") and 
 _GIVEN = (types.MemberDescriptorType, types.GetSetDescriptorType, property)
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, types.MappingProxyType)
 _CALLED = {"__call__", "_call_impl", "forward"}  # of modules, by torch
-# What a step changes alone; what it reads and changes; hooks that do nothing.
-WRITTEN, FOLLOWED, INERT = "_zerofn_written", "_zerofn_followed", "_zerofn_inert"
 _BUILT_IN = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+
 # How much of an object is read: all of it, what the user's lines name or, if a library's object has it, which it is.
 ALL, NAMED, FOUND = 2, 1, 0
 

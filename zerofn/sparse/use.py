@@ -18,6 +18,7 @@ from .._torch_compat import current_trace
 from ..util.arguments import checked
 from ..util.patches import Patches
 from ..util.process import the
+from ..util.watched import INERT, WRITTEN
 from .attention import What, attention
 from .blocks import Blocks
 from .layout import Layout
@@ -28,7 +29,6 @@ from .patterns import Pattern, booleans_of
 _NAMES = {"scaled_dot_product_attention", "multi_head_attention_forward", "ALL_ATTENTION_FUNCTIONS"}
 _BASES = ("torch.nn.modules.module", "transformers.modeling_utils")  # whose classes name them for other reasons
 _OTHER_ROWS = ("key_value_states", "encoder_hidden_states")  # of transformers' layers, for cross attention
-_WRITTEN = "_zerofn_written"  # names of attributes that a step's guards do not watch
 _ATTEND = torch.nn.functional.scaled_dot_product_attention
 _AROUND = torch.nn.functional.multi_head_attention_forward
 
@@ -92,9 +92,9 @@ def _of_the_step(module: nn.Module, so: bool) -> None:
     """Note whether the step that is being captured sets the layout itself: then a change of it is no reason for another
     capture.
     """
-    others = vars(module).pop(_WRITTEN, frozenset()) - {"forward"}
+    others = vars(module).pop(WRITTEN, frozenset()) - {"forward"}
     if so or others:
-        vars(module)[_WRITTEN] = others | ({"forward"} if so else set())
+        vars(module)[WRITTEN] = others | ({"forward"} if so else set())
 
 
 def in_use() -> bool:
@@ -122,7 +122,7 @@ class _Forward:
 
     def __init__(self, module: nn.Module, name: str, layout: What, own: Any) -> None:
         self.module, self.name, self.layout, self.own = module, name, layout, own
-        vars(self)[_WRITTEN] = frozenset(vars(self).keys() | {"no_fast_path"}) - {"layout"}
+        vars(self)[WRITTEN] = frozenset({"no_fast_path"})
         # torch's TransformerEncoderLayer calls no attention in its fast path, which it leaves where there are hooks.
         self.no_fast_path = module.register_forward_pre_hook(_nothing)
 
@@ -229,7 +229,7 @@ def _nothing(module: nn.Module, args: Any) -> None:
     """A hook that does nothing."""
 
 
-_nothing._zerofn_inert = True  # type: ignore[attr-defined]
+setattr(_nothing, INERT, True)
 
 
 def _seeing(attend: Any) -> Any:
