@@ -5,6 +5,8 @@ import itertools
 import os
 import random
 import secrets
+import subprocess
+import sys
 import threading
 import uuid
 
@@ -154,6 +156,31 @@ def test_another_thread_may_draw_and_its_draws_stay(take):
     with pytest.raises(zerofn.CaptureError, match="the step draws from"):
         zerofn.compile(draws_too)(STATE, X)
     thread.join()
+
+
+AFTERWARDS = """
+import random, numpy as np, torch, zerofn
+from torch._higher_order_ops.scan import scan
+
+def step(state, x):
+    return scan(lambda total, row: (total + row, total * row), torch.zeros(2), x * state["w"])[0]
+
+zerofn.compile(step)({"w": torch.ones(2)}, torch.ones(3, 2))
+for draws in (
+    lambda x: x * random.randint(1, 9),
+    lambda x: x * random.uniform(0, 1),
+    lambda x: x * torch.from_numpy(np.random.normal(size=2)),
+):
+    torch.compile(draws, backend="eager", fullgraph=True)(torch.ones(2))
+"""
+
+
+def test_dynamo_knows_the_generators_functions_after_a_capture_in_which_it_first_ran():
+    """It notes once, by identity, which functions it knows. Ours, which stand in their places while a step is
+    captured, would leave it without them, and functions made later at the same addresses would be taken for NumPy's.
+    """
+    done = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_only_held_may_move_between_calls():

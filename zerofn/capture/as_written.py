@@ -13,6 +13,7 @@ from torch import nn
 
 from .._torch_compat import compiles_for_itself
 from ..util.patches import Patches
+from .changing_constants import draws_noted
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def _compiled_inside(compile: Callable[..., Any]) -> Callable[..., Any]:
             return made
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.compiler.set_stance("default"):
+            with torch.compiler.set_stance("default"), draws_noted.lifted():  # Dynamo knows functions by identity
                 return made(*args, **kwargs)
 
         return run

@@ -91,7 +91,7 @@ def unmoved(traces: bool = False) -> Iterator[None]:
         return next((k for k, x in watched.items() if position_of(x) != before[k] and not by_others(k)), None)
 
     try:
-        with _values_for_once, _noting, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
+        with _values_for_once, draws_noted, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
             yield
         name = moved()
         if name is not None:
@@ -181,7 +181,7 @@ def _functions_of(module: types.ModuleType, generator: Any) -> list[str]:
     return [name for name in own if name not in ("getstate", "get_state")]
 
 
-_noting = Patches(
+draws_noted = Patches(
     lambda: [
         (module, name, _noted(which))
         for which, module in _MODULES.items()

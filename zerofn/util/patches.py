@@ -24,28 +24,48 @@ class Patches:
         self._replacements = replacements
         self._lock = threading.Lock()
         self._num_inside = 0
+        self._num_lifted = 0
         self._originals: list[tuple[Any, str, Any]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             self._num_inside += 1
-            if self._num_inside > 1:
-                return
-            for owner, name, wrap in self._replacements():
-                original = getattr(owner, name)
-                self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
-                setattr(owner, name, wrap(original))
+            self._replace()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._num_inside -= 1
             if self._num_inside == 0:
-                while self._originals:
-                    owner, name, original = self._originals.pop()
-                    if original is _INHERITED:
-                        delattr(owner, name)
-                    else:
-                        setattr(owner, name, original)
+                self._restore()
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, the originals are in their places: for code that knows functions by their identity."""
+        with self._lock:
+            self._num_lifted += 1
+            self._restore()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_lifted -= 1
+                self._replace()
+
+    def _replace(self) -> None:
+        if self._originals or self._num_lifted or not self._num_inside:
+            return
+        for owner, name, wrap in self._replacements():
+            original = getattr(owner, name)
+            self._originals.append((owner, name, vars(owner).get(name, _INHERITED)))
+            setattr(owner, name, wrap(original))
+
+    def _restore(self) -> None:
+        while self._originals:
+            owner, name, original = self._originals.pop()
+            if original is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 @contextlib.contextmanager
