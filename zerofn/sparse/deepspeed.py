@@ -50,8 +50,8 @@ class BlockPattern(Pattern):
     def status(self, tiles: Tiles, sizes: Sizes) -> Tensor:
         """By the blocks, of tiles that are in one."""
         q0, q1, k0, k1 = (x // self.block for x in tiles)
-        named = torch.where(_blocks(self, sizes)[:, q0, k0], FULL, NONE)
-        return torch.where((q0 == q1) & (k0 == k1), named, PARTIAL).to(torch.int8)
+        named = _blocks(self, sizes)[:, q0, k0].to(torch.int8) * FULL
+        return torch.where((q0 == q1) & (k0 == k1), named, PARTIAL)
 
 
 @functools.lru_cache(maxsize=16)

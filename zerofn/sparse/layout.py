@@ -16,7 +16,7 @@ from .picture import svg
 
 WORD = 64  # queries of a word of bits
 _PICTURES = 8  # heads of a layout that a notebook shows
-_AT_ONCE = 1 << 18  # pairs of tokens that a pattern is asked about together: 4 MB of words
+_AT_ONCE = 1 << 16  # pairs of tokens that a pattern is asked about together: 1 MB of words
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def _made(pattern: Pattern, sizes: Sizes) -> Layout:
     tiles = _tiles(sizes, tile)
     status, bits, rows, in_part = _asked(pattern, sizes, tiles, tile)
     starts, runs = _runs(status, rows, keys=sizes.keys, tile=tile)
-    computed, full = (int((areas(tiles) * tiles_of).sum()) for tiles_of in (status > NONE, status == FULL))
+    computed, full = _pairs(starts, runs, (tiles.q1 - tiles.q0 + 1)[:, 0])
     return Layout(sizes._replace(heads=len(status)), tile, status, starts, runs, bits, computed, full + in_part)
 
 
@@ -120,6 +120,15 @@ def _tiles(sizes: Sizes, tile: int) -> Tiles:
     q0, k0 = torch.arange(0, sizes.queries, tile), torch.arange(0, sizes.keys, tile)
     q1, k1 = (q0 + tile - 1).clamp(max=sizes.queries - 1), (k0 + tile - 1).clamp(max=sizes.keys - 1)
     return Tiles(q0[:, None], q1[:, None], k0[None], k1[None])
+
+
+def _pairs(starts: Tensor, runs: Tensor, queries: Tensor) -> tuple[int, int]:
+    """Return how many pairs of tokens all runs have, and those runs of which all pairs are attended. `queries`: those of
+    each tile.
+    """
+    of_run = queries.repeat(len(starts)).repeat_interleave(starts.long().diff().flatten())
+    pairs = of_run * runs[:, 1]
+    return int(pairs.sum()), int(pairs[runs[:, 2] < 0].sum())
 
 
 def _differs(pattern: Pattern, sizes: Sizes) -> bool:

@@ -112,7 +112,8 @@ def _pattern(x: object) -> Pattern:
 
 def statuses(full: Tensor, none: Tensor) -> Tensor:
     """Return what is known of tiles, int8 [1, ..], from booleans."""
-    return torch.where(full, FULL, torch.where(none, NONE, PARTIAL)).to(torch.int8)[None]
+    found = torch.full(torch.broadcast_shapes(full.shape, none.shape), PARTIAL, dtype=torch.int8)
+    return found.masked_fill_(none, NONE).masked_fill_(full, FULL)[None]
 
 
 @dataclass(frozen=True)
