@@ -8,15 +8,19 @@ from typing import Any
 
 PLAIN = "DDP"  # what all ratios are to
 SIGNS = "ZeroFn 0, 1-bit Adam"
+SIGNS_AFTER_INT8 = "ZeroFn 1, int8, 1-bit Adam"
 RANK_OF_MATRICES = 4  # PowerSGD's authors take 1 to 4 for language models
 POWER_SGD = f"DDP, PowerSGD {RANK_OF_MATRICES}"
 BESIDE = [PLAIN, POWER_SGD]
-UNCODED, INT8 = "ZeroFn 3", "ZeroFn 3, int8"
+UNCODED, INT8, ONE_INT8 = "ZeroFn 3", "ZeroFn 3, int8", "ZeroFn 1, int8"
 APART = "ZeroFn, DiLoCo 10"
 # How much worse the final validation loss may be than without them: nats per token
-WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02, SIGNS: 0.05, APART: 0.05}
+WORSE = {"ZeroFn 3, fp8": 0.02, INT8: 0.02, "ZeroFn 3, int4 / int8": 0.02}
+WORSE |= dict.fromkeys((SIGNS, SIGNS_AFTER_INT8, APART), 0.05)
 TRAINED = [POWER_SGD, UNCODED, *WORSE]
 ROWS = [*BESIDE, UNCODED, *WORSE]
+BEFORE = {SIGNS_AFTER_INT8: ONE_INT8}  # whose steps a row's are before `first_compressed`; else DDP's
+TIMED = [*ROWS, *BEFORE.values()]
 LIKE = {PLAIN: UNCODED}  # what is not trained here, and what has its losses: network.py compares both with one process
 Curve = list[tuple[float, float]]
 
@@ -27,7 +31,7 @@ def first_compressed(row: str, num_steps: int) -> int:
     """
     if row == POWER_SGD:
         return max(2, num_steps // 10)
-    return max(2, num_steps // 4) if row == SIGNS or "DiLoCo" in row else 0
+    return max(2, num_steps // 4) if row in (SIGNS, SIGNS_AFTER_INT8, APART) else 0
 
 
 def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
@@ -37,11 +41,11 @@ def losses(run: dict[str, Any], row: str) -> list[tuple[int, float]]:
 
 
 def over_time(run: dict[str, Any], row: str) -> Curve:
-    """(minutes at 100 Mbit/s, validation loss). Steps before `first_compressed` take as long as DDP's."""
+    """(minutes at 100 Mbit/s, validation loss)."""
     ms = {name: statistics.median(found) for name, found in run["ms at 100 Mbit/s"].items()}
-    whole = first_compressed(row, run["steps"])
+    whole, before = first_compressed(row, run["steps"]), BEFORE.get(row, PLAIN)
     return [
-        ((min(step, whole) * ms[PLAIN] + max(0, step - whole) * ms[row]) / 60_000, loss)
+        ((min(step, whole) * ms[before] + max(0, step - whole) * ms[row]) / 60_000, loss)
         for step, loss in losses(run, row)
     ]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.common.processes import HERE
 from benchmarks.wire.curves import BESIDE, POWER_SGD, first_compressed
-from benchmarks.wire.rows import FIRST_COMPRESSED, ZEROFN, in_ddp, in_power_sgd
+from benchmarks.wire.rows import FIRST_COMPRESSED, WAYS, in_ddp, in_power_sgd
 from benchmarks.wire.staying import WARMUP_STEPS, Answer, Transport, answer_lines, joined, turn
 
 BETAS, DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0  # the example's own
@@ -45,7 +45,7 @@ class Ours:
         import zerofn
 
         self._init, self._train_step, evaluate, _ = gpt.make_steps(args)
-        self._way, self._compiled = ZEROFN[row], functools.cache(zerofn.compile)
+        self._way, self._compiled = WAYS[row], functools.cache(zerofn.compile)
         self._evaluate, self._transport = zerofn.compile(evaluate), Transport()
 
     def begin(self, first: int) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.common.peers import Row, adamw, ddp, deepspeed, fsdp2, state_of, train_once
 from benchmarks.common.workload import SEED, Workload
 from benchmarks.common.zerofn_rows import Compiled, train_step
-from benchmarks.wire.curves import PLAIN, POWER_SGD, RANK_OF_MATRICES, SIGNS
+from benchmarks.wire.curves import PLAIN, POWER_SGD, RANK_OF_MATRICES, SIGNS, SIGNS_AFTER_INT8
 
 Builder = Callable[[Workload, int, int], Row]
 Ddp = torch.nn.parallel.DistributedDataParallel
@@ -129,6 +129,8 @@ ZEROFN = {
     "ZeroFn, DiLoCo 10": Way(every=10),
     "ZeroFn, DiLoCo 50": Way(every=50),
 }
+# And what only quality.py trains
+WAYS = ZEROFN | {SIGNS_AFTER_INT8: Way(stage=1, wire="int8", signs=True)}
 
 
 class Coded(Compiled):

@@ -19,6 +19,7 @@ import faulthandler
 import io
 import os
 import pickle
+import re
 import signal
 import sys
 import tempfile
@@ -44,6 +45,7 @@ SERVER, FILTERS = pytest.StashKey[ForkServer | None](), pytest.StashKey[list[str
 # What ranks other than the first to fail get for saying why, before all are killed.
 GRACE_SECONDS = 1.0
 LOG_LINES = 40
+_OF_PYTEST = re.compile(r"/_?(pytest|pluggy)/").search  # a frame below all ranks' own
 
 
 class RankError(AssertionError):
@@ -317,17 +319,24 @@ class RankPool:
         return RankFailure(rank, "Died", message, _log_tail(worker))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where each of `ranks` stands now, from faulthandler."""
+        """What each of `ranks` has printed last, and where all its threads stand now, from faulthandler."""
+        before = {rank: _lines(self._workers[rank]) for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._workers[rank].pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.2)
-        return {rank: _log_tail(self._workers[rank]) for rank in ranks}
+        stacks = {rank: _lines(self._workers[rank])[len(before[rank]) :] for rank in ranks}
+        tails = {rank: before[rank][-LOG_LINES:] for rank in ranks}
+        return {r: "\n".join([*tails[r], *(x for x in stacks[r] if not _OF_PYTEST(x))]) for r in ranks}
+
+
+def _lines(worker: Forked) -> list[str]:
+    return worker.log.read_text(errors="replace").splitlines()
 
 
 def _log_tail(worker: Forked) -> str:
-    return "\n".join(worker.log.read_text(errors="replace").splitlines()[-LOG_LINES:])
+    return "\n".join(_lines(worker)[-LOG_LINES:])
 
 
 def _report(num_ranks: int, failures: list[RankFailure], hung: dict[int, str], timeout) -> str:
