@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..util.arguments import checked
-from .patterns import FULL, NONE, PARTIAL, Pattern, Sizes, Tiles
+from .patterns import FULL, PARTIAL, Pattern, Sizes, Tiles
 
 __all__ = ["bigbird", "bslongformer", "dense", "fixed", "local_sliding_window", "variable"]
 Attention = Literal["bidirectional", "unidirectional"]

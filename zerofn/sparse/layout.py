@@ -123,7 +123,7 @@ def _tiles(sizes: Sizes, tile: int) -> Tiles:
 
 
 def _pairs(starts: Tensor, runs: Tensor, queries: Tensor) -> tuple[int, int]:
-    """Return how many pairs of tokens all runs have, and those runs of which all pairs are attended. `queries`: those of
+    """Return how many pairs of tokens runs have, all of them and those of which all pairs are attended. `queries`: of
     each tile.
     """
     of_run = queries.repeat(len(starts)).repeat_interleave(starts.long().diff().flatten())
