@@ -110,7 +110,7 @@ def main() -> None:
     if "pipe" in axes:
         one = batch_of(data[: args.batch // mesh.rows.size // args.microbatches])
         cuts = zerofn.parallel.pipe(model, mesh, loss_fn, one, cuts=cuts, schedule=args.schedule)
-    state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts or None)
+    state = zerofn.shard(init_state, stage=args.stage, mesh=mesh, cuts=cuts)
     step = zerofn.compile(train_step)
     sampler = zerofn.sampler(data, mesh, shuffle=False)
     loader = DataLoader(data, args.batch // mesh.rows.size, sampler=sampler, collate_fn=torch.stack)

@@ -154,7 +154,7 @@ def draw(run: dict[str, Any], path: Path) -> None:
     for row, (name, colour) in DRAWN.items():
         curve = over_time(run, row)
         reached = minutes_to(curve, target)
-        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2.2, label=f"{name}: {reached:.1f} min")
+        axes.plot(*zip(*curve, strict=True), color=colour, linewidth=2.2, label=f"{name}: {reached:.2f} min")
         axes.plot([reached], [target], "o", color=colour, markersize=7, zorder=3)
     axes.axhline(target, color="#888888", linestyle=":", linewidth=1, zorder=0)
     axes.set(xlabel="minutes of training at 100 Mbit/s", ylabel="validation loss, nats per token")

@@ -68,12 +68,13 @@ distance is below {exact:.0e}. Half precision and wire codecs round, so each of 
 
 Three features need a GPU. The tests replace the GPU as follows:
 
-- `graphs`: a recorder on the host repeats the calls of the first step, with their addresses and numbers, as a CUDA
-  graph does.
+- `graphs`: in place of a CUDA graph, a recorder on the host repeats calls with their addresses and numbers. Here it
+  records the first step already.
 - `optimizer state cpu` and `parameters cpu`: the tests treat host memory as if it were separate from the memory that
   the model uses, and let the host update half of the units.
 
-Other pages say more about single features, for example [which models run on which mesh](performance.md#on-meshes).
+Other pages say more about single features, for example
+[how models on meshes compare with plain PyTorch](performance.md#on-meshes).
 """
 
 

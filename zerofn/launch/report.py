@@ -173,15 +173,15 @@ def _measured(folder: Path | None, size: int) -> Iterator[Finding]:
     )
 
 
-def _applied(state: zerofn.TrainState, grads: Any) -> tuple[zerofn.TrainState, None]:
-    return state.apply_gradients(grads, on_nonfinite="ignore"), None
-
-
 def _update_rate() -> float:
     """Bytes a second of one AdamW update, run: it reads and writes parameter and moments, and reads the gradient."""
+
+    def adamw_update(state: zerofn.TrainState, grads: Any) -> tuple[zerofn.TrainState, None]:
+        return state.apply_gradients(grads, on_nonfinite="ignore"), None
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     state = zerofn.TrainState.create(params={"w": torch.zeros(_UPDATED, device=device)}, tx=optim.adamw(1e-3))
-    step, grads = zerofn.compile(_applied), {"w": torch.ones(_UPDATED, device=device)}
+    step, grads = zerofn.compile(adamw_update), {"w": torch.ones(_UPDATED, device=device)}
     best = float("inf")
     for _ in range(6):
         start = time.perf_counter()

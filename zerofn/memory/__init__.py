@@ -1,4 +1,4 @@
-"""Memory of the process: the host's allocator, page-locked buffers, shared arenas, donated tensors, and threads' turns.
+"""Memory of the process: the host's allocator, page-locked buffers, shared arenas, donated tensors, turns of threads.
 
 Words:
 
