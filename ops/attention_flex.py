@@ -192,7 +192,7 @@ def _blocks(tiles: _Tiles, keys: Keys, num_q: int, num_k: int) -> tuple[Tensor, 
 
 
 def pooled(flags: Tensor, block_q: int, block_k: int, num_q: int, num_k: int) -> Tensor:
-    """Return which blocks share a token pair with a tile that has the flag. `flags` [.., tiles of queries, of keys]."""
+    """Return which blocks share a token pair with a tile with the flag. `flags` [..., tiles of queries, of keys]."""
     rows, columns = (_overlaps(num, block, flags.device) for num, block in ((num_q, block_q), (num_k, block_k)))
     return rows @ flags.to(torch.float32) @ columns.mT > 0
 
@@ -247,7 +247,8 @@ def _tiles(keys: Keys, num_q: int, num_k: int, device: torch.device) -> _Tiles:
     if keys.spans is not None:
         assert_on_device(
             (keys.spans >= 0).all(),
-            "sparse.documents: a row's cu_seqlens do not increase from 0 to at most the number of tokens.",
+            "sparse.documents: a row's cu_seqlens must start at 0, never decrease, and end at most at the number of "
+            "tokens.",
         )
     if keys.chosen is not None:
         return _Tiles(_chosen(keys.chosen.to(device), -(-num_k // keys.block_k)), None)

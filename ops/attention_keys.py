@@ -10,9 +10,9 @@ from torch import Tensor
 class Keys(NamedTuple):
     """Which keys a block of `block_q` queries looks at: all that the parts which are given allow.
 
-    `starts` int32 [heads or 1, blocks + 1], `runs` int32 [.., 3]: runs of a block, each its first key, how many, and a
-    row of `bits`, or -1 where all of its queries look at all of these keys. `bits` int64 [.., 64]: for each key of a
-    run a bit for each query of the block. `chosen` int64 [batch, heads, blocks, ..]: numbers of blocks of `block_k`
+    `starts` int32 [heads or 1, blocks + 1], `runs` int32 [..., 3]: runs of a block, each its first key, how many, and a
+    row of `bits`, or -1 where all of its queries look at all of these keys. `bits` int64 [..., 64]: for each key of a
+    run a bit for each query of the block. `chosen` int64 [batch, heads, blocks, ...]: numbers of blocks of `block_k`
     keys, in place of `starts`; -1 is none. `spans` int32 [batch or 1, queries, 2]: of each query the first key and the
     one behind the last; a negative number is an error. `there` bool [batch or 1, keys]: False for a key that nobody
     looks at. `causal`: none behind the query.

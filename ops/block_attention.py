@@ -108,8 +108,9 @@ def _prepared(keys: Keys, q: Tensor, k: Tensor) -> Keys:
     if keys.spans is not None:
         if keys.spans.numel() and int(keys.spans.amin()) < 0:
             raise ValueError(
-                "sparse.documents: in this step's batch, a row's cu_seqlens do not increase from 0 to at most the "
-                "number of tokens. Expected the positions where documents begin, and where the last one ends."
+                "sparse.documents: in this step's batch, a row's cu_seqlens must start at 0, never decrease, and end "
+                "at most at the number of tokens. They are the positions where documents begin, and where the last one "
+                "ends."
             )
         keys = keys._replace(spans=keys.spans.to(torch.int32).contiguous())
     if keys.there is not None:

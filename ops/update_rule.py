@@ -175,11 +175,11 @@ def _check_dtypes(name: str, p: Parts, moments: Sequence[Parts], form: MomentFor
     else:
         why = ""
     if needed:
-        where = ", where there are kernels for it" if form.kernels else ""
+        where = ", and a device that has kernels for them" if form.kernels else ""
         raise TypeError(
-            f"{name}: moments in{form.first.note.removeprefix(' in') or ' bfloat16'} go with a float32 master{where}; "
-            f"got a {str(dtype).removeprefix('torch.')} one on {p[0].device}. {why}"
-            "Leave moments out, or write shard(..., precision='fp32') or 'bf16'."
+            f"{name}: moments in{form.first.note.removeprefix(' in') or ' bfloat16'} need a float32 master{where}; "
+            f"here the master is {str(dtype).removeprefix('torch.')}, on {p[0].device}. {why}"
+            "Leave moments out, or write shard(..., precision='fp32') or shard(..., precision='bf16')."
         )
 
 

@@ -80,11 +80,11 @@ def compile(
     watch: Sequence[Any] = (),
     schedule: AsSchedule | None = None,
 ) -> CompiledStep[S, B, R]:
-    """Return a callable `(state, batch) -> (state, aux)` that runs `train_step`, captured and scheduled.
+    """Return a callable `(state, batch) -> (state, metrics)` that runs `train_step`, captured and scheduled.
 
     The step is captured at its first call, for every new signature (structure, shapes, dtypes, ints and floats of the
     batch) and after a change to a value that it reads (docs/sharp_bits.md), with one log line each. A step that does
-    not return `(state, aux)` is an evaluation, and may not create a `TrainState`. Unsharded state that each rank
+    not return `(state, metrics)` is an evaluation, and may not create a `TrainState`. Unsharded state that each rank
     computes from its own rows, such as batch-norm statistics, is averaged over ranks if it is floating-point. A shard
     may be updated with one rank's value only after that value was reduced over ranks, or if `zerofn.same` declares it
     equal on all ranks. A step that is called without `compile` is not checked for this.
@@ -92,14 +92,14 @@ def compile(
     - `donate`: write the new state into the old one's memory; using the old one afterwards raises `RuntimeError`.
     - `memory`: bytes of device memory that a step may use on a rank, or a string such as "24GiB". It counts state and
       values, not the workspace of operations. To stay below it, ZeroFn gathers units again, recomputes or offloads
-      activations, and tiles logits. On CPUs the results have the same bits with any `memory`. Until a step without
-      `memory` runs, torch's CUDA allocator is limited, too: to `memory` plus an eighth (at least 1 GiB) for workspace.
+      activations, and tiles logits. On CPUs the results have the same bits with any `memory`. torch's CUDA allocator is
+      limited to `memory` plus an eighth (at least 1 GiB) for workspace; a step without `memory` lifts this limit.
     - `remat`: "full" recomputes all activations except those that one unit's part of the model passes to the next;
       "auto" recomputes the cheapest, until the saved activations take half as much memory as all of them would.
     - `machine`: the cost model for schedules; pass the same as to `zerofn.plan`. None is a typical machine.
     - `backend`: "eager" runs operation by operation; "inductor" compiles the operations between matrix products and
-      transfers, with results that are equal up to rounding, and the same at all stages; "auto" does this when it saves
-      time; "graphs": see docs/fast.md. Or your own backend: an instance with `bind(program) -> Runner`.
+      transfers, with results that are equal up to rounding and the same at all stages; "auto" does so if it saves time;
+      "graphs" runs the kernels of "eager" as CUDA graphs (docs/fast.md). Or your own, with `bind(program) -> Runner`.
     - `passes`: your own passes, `[zerofn.Pass(mine)]`, which run before the pass named "donate"; or a function that
       receives the list of all passes and returns the list to run (`zerofn.passes.before`). Each added pass is checked.
     - `deterministic`: also on GPUs, sum in rank order and use deterministic kernels; raise where torch has none.
@@ -122,9 +122,9 @@ def compile(
     schedule fits into `memory`, and `passes.PassError` if an added pass makes a graph that is invalid or impure, or has
     other inputs or results. Raises at once: `ValueError` for unknown or contradictory options.
     """
-    budget, where = None if memory is None else num_bytes(memory), None if machine is None else machine_of(machine)
+    budget = None if memory is None else num_bytes(memory, "compile")
     given = (backend_of(backend), passes, deterministic, broadcast_buffers, watch, schedule)
-    options = Options(donate, budget, remat, where, *given).checked()
+    options = Options(donate, budget, remat, None if machine is None else machine_of(machine), *given).checked()
     return each_captured(train_step, lambda step, meant: CompiledStep(step, options if meant else options.plain()))
 
 

@@ -256,6 +256,10 @@ def test_parts_that_cannot_be_cut_out():
         layout.subset("a")
     with pytest.raises(KeyError, match=r"no leaf is named 'c' or below it; the units are \['a'\]"):
         layout.subset("c")
+    nested = make_layout({"h": {"0": {"w": z(4), "b": z(4)}, "1": {"w": z(4)}}}, 2, unit=lambda name: name[:3])
+    with pytest.raises(KeyError, match=r"only a top-level entry .* Write params\['h'\]\['0'\]"):
+        nested.subset("h.0")
+    assert sorted(x.name for x in nested.subset("h").subset("0").leaves) == ["b", "w"]
 
 
 def test_thousands_of_leaves_in_one_unit_are_no_matter():

@@ -49,7 +49,8 @@ def test_the_step_is_one_that_trains(tmp_path):
     [
         ({"hidden_size": 3}, 'it has no "model_type"'),
         ([1], 'it has no "model_type"'),
-        ({"model_type": "nonesuch"}, "does not know model_type 'nonesuch'"),
+        ({"model_type": "nonesuch"}, "does not know model_type 'nonesuch'. .* or correct model_type.$"),
+        ({"model_type": "llamma"}, r"or correct model_type; did you mean 'llama'\?"),
         ({"model_type": "vit"}, "no language model of type 'vit'"),
         ({"model_type": "gpt2", "n_positions": 8}, "--context 16: GPT2LMHeadModel of this config has only 8 positions"),
     ],

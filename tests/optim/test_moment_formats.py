@@ -222,10 +222,10 @@ def test_what_cannot_be_is_a_sentence():
         state_of(module, 3, RULES["adamw"]("fp8"))
     params = {"w": torch.ones(3, dtype=torch.float64)}
     tx = RULES["lion"]("fp8")
-    with pytest.raises(TypeError, match="float8 blocks go with a float32 master; got a float64 one"):
+    with pytest.raises(TypeError, match="float8 blocks need a float32 master; here the master is float64, on cpu"):
         tx.fused.apply(params, tx.init(params), params, None, None)
     state = state_of(module, 3, RULES["adamw"]("bf16"))
-    with pytest.raises(TypeError, match="go with a float32 master"):
+    with pytest.raises(TypeError, match="need a float32 master"):
         zerofn.compile(train_step_of(module))(state, batch_of(dtype=torch.float64))
 
 

@@ -133,7 +133,7 @@ def refusals():
         ({"method": "ring"}, x, x[:, :2], "number of key heads; got 3 and 2"),
         ({"method": "ring"}, x[:, :, :3], x[:, :, :3], "two chunks of one size"),
         ({"method": "ring", "mask": torch.ones(8, 8) > 0}, x, x, "'ring' does not support a mask. Write"),
-        ({"mask": torch.ones(4, 4) > 0}, x[:, :2], x[:, :2], r"\[.., 1, 8, 8\], .*got torch.bool \[4, 4\]"),
+        ({"mask": torch.ones(4, 4) > 0}, x[:, :2], x[:, :2], r"\[\.\.\., 1, 8, 8\], .*got torch.bool \[4, 4\]"),
         ({"mask": torch.ones(2, 8, 8) > 0}, x[:, :2], x[:, :2], r"got torch.bool \[2, 8, 8\]"),
         ({"mask": torch.ones(8, 8)}, x[:, :2], x[:, :2], "expected a mask of booleans"),
     ]

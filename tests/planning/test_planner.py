@@ -320,7 +320,7 @@ def test_rows_are_those_of_a_ranks_batch():
     ({"precision": "bf8"}, "bf8"),
     ({"precision": "fp8", "machine": "A100-8"}, "needs an NVIDIA GPU.*this device is machine 'A100-8', which has no "
                                                 "'float8"),
-    ({"memory": "some"}, "is not an amount of memory"),
+    ({"memory": "some"}, "plan: memory='some' is not an amount of memory"),
 ])  # fmt: skip
 def test_bad_input(options, said):
     with pytest.raises(ValueError, match=said):

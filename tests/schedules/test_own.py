@@ -83,5 +83,5 @@ def test_pipe_balances_for_the_stages_of_a_schedule():
     assert own.pipeline.of(4).orders == named.pipeline.of(4).orders
     with pytest.raises(ValueError, match="pipe: the schedule has actions for 3 ranks, but the mesh has pipe=2"):
         cuts_of("llama", 2, schedule=make("1f1b", 3, 4))
-    with pytest.raises(ValueError, match="pipe: the schedule has 2 stages per rank, but got chunks=3"):
+    with pytest.raises(ValueError, match="pipe: chunks=3, but the schedule has 2 stages per rank. Leave chunks out"):
         cuts_of("llama", 2, schedule=make("zbv", 2, 4), chunks=3)

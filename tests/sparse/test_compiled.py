@@ -187,7 +187,7 @@ def test_ends_of_a_batch_that_do_not_increase_are_an_error_of_the_step(ends):
     batch["ends"] = torch.tensor([[0, 20, 50, LENGTH], [0, 20, 50, LENGTH]])
     state, loss = step(state, batch)
     before = zerofn.unshard(state.params)
-    with pytest.raises(ValueError, match="in this step's batch, a row's cu_seqlens do not increase"):
+    with pytest.raises(ValueError, match="in this step's batch, a row's cu_seqlens must start at 0, never decrease"):
         step(state, {**batch, "ends": torch.tensor([[0, 20, 50, LENGTH], ends])})
     assert_same_trees(zerofn.unshard(state.params), before)
     state, after = step(state, batch)

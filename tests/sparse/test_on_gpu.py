@@ -162,7 +162,7 @@ def test_what_does_not_exist_is_refused(here):
     with pytest.raises(RuntimeError, match="the index names a block beyond -1 to 1"):
         sparse.attention(q, k, v, sparse.chosen(torch.full((1, 1, 2, 1), 7), 64))
     every = Keys(None, None, None, None, torch.full((1, 100, 2), -1), None, 64, 64, False)
-    with pytest.raises(RuntimeError, match="a row's cu_seqlens do not increase"):
+    with pytest.raises(RuntimeError, match="a row's cu_seqlens must start at 0, never decrease"):
         attention_flex.forward(q, k, v, every, 1.0)
 
 

@@ -203,7 +203,10 @@ def _plan(state: Any) -> list[StatePart]:
     for part in parts:
         for tensor in part.value.parts if is_sharded(part.value) else [part.tensor]:
             if tensor.is_meta:
-                raise ValueError(f"{WHAT}: {part.name!r} is on the meta device and has no values to save.")
+                raise ValueError(
+                    f"{WHAT}: {part.name!r} is on the meta device and has no values to save. Pass the state that "
+                    "zerofn.shard returned, not parameters of a skeleton."
+                )
     return parts
 
 

@@ -64,8 +64,8 @@ class DryRun:
         alike = [x for x in self._sharded if tree.structure(x[0]) == tree.structure(state)]
         if not alike and len(self._sharded) > 1:
             raise ValueError(
-                f"the script calls its step with a state that is not one of the {len(self._sharded)} that "
-                "zerofn.shard made, and has the structure of none."
+                f"the script calls its step with a state whose structure differs from all {len(self._sharded)} states "
+                "that zerofn.shard made. Pass the step a state that zerofn.shard returned."
             )
         return alike or self._sharded
 

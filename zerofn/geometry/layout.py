@@ -26,7 +26,7 @@ from ..tree import PyTreeSpec
 from ..util.errors import nearest
 from .cuts import Cut, stages_of
 from .grouping import units_by_leaf
-from .leaf_choices import is_learned, with_prefixes
+from .leaf_choices import by_levels, is_learned, with_prefixes
 
 PART_MULTIPLE = 128  # elements: the smallest block that is sent with a scale of its own
 ALIGN = 32  # elements: 64 bytes in bf16, the alignment of torch's own allocator
@@ -227,7 +227,10 @@ class Layout:
             else tree.structure({str(paths[i][0]): i for i in order})
         )
         if sub.num_leaves != len(order):
-            raise KeyError(f"params[{prefix!r}]: only a top-level entry of params can be taken out.")
+            raise KeyError(
+                f"params[{prefix!r}]: only a top-level entry of params can be taken out. Write "
+                f"params{by_levels(prefix, paths[min(order)])}."
+            )
         strip = len(prefix) + 1 if inside else 0
         renamed = tuple(
             replace(u, leaves=tuple(replace(x, name=x.name[strip:], index=order[x.index]) for x in u.leaves))

@@ -43,6 +43,21 @@ def with_prefixes(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(".".join(p[:k]) for p in parts for k in range(len(p), 0, -1)))
 
 
+def by_levels(prefix: str, path: Iterable[object]) -> str:
+    """Return the code that takes out `prefix` level by level. `path`: the key path of a leaf below it.
+
+    >>> by_levels("h.0", ("h", "0", "w"))
+    "['h']['0']"
+    """
+    keys, rest = list[str](), prefix
+    for key in map(str, path):
+        if not rest.startswith(f"{key}."):
+            break
+        keys.append(key)
+        rest = rest[len(key) + 1 :]
+    return "".join(f"[{key!r}]" for key in [*keys, rest])
+
+
 def is_learned(name: str, leaf: Tensor, trainable: Callable[[str], bool]) -> bool:
     """Return whether a parameter gets a gradient: it is floating, and `trainable(name)` is true.
 

@@ -275,7 +275,7 @@ class Writer:
             assert source is not None, (x, self._kind, self._plan.stage)
             if x not in self._plan.region.seams.leaves and not alike(tensor_of(x), tensor_of(source)):
                 raise ValueError(
-                    f"pipe: {x.name} ({x.target}) changes the shape of its input in place. Use an operation that "
+                    f"pipe: {x.target}{line_behind(x)} changes the shape of its input in place. Use an operation that "
                     "returns a new tensor."
                 )
             made = self._value(source)

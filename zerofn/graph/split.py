@@ -17,6 +17,7 @@ from .nested import insert_call, results_of
 from .node_kinds import start_of
 from .phase import BACKWARD, FORWARD, phase_of
 from .program import alike, tensor_of
+from .source_lines import line_behind
 
 ops = torch.ops.zerofn
 
@@ -140,7 +141,7 @@ class _Piece:
             (source, *_) = sources(node)
             if not alike(tensor_of(node), tensor_of(source)):
                 raise ValueError(
-                    f"split_by_phase: {node.name} ({node.target}) changes the shape of its input in place. Use an "
+                    f"split_by_phase: {node.target}{line_behind(node)} changes the shape of its input in place. Use an "
                     "operation that returns a new tensor."
                 )
             return self.value(source)

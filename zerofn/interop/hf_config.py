@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 import math
@@ -215,8 +216,11 @@ def _config(file: Path) -> tuple[Any, Any]:
         raise ValueError(f'{file} is not the config of a model: it has no "model_type", such as "llama".')
     kind = content["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
+        near = difflib.get_close_matches(str(kind), list(transformers.CONFIG_MAPPING), 1, 0.7)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(
-            f"{file}: this version of transformers ({transformers.__version__}) does not know model_type {kind!r}."
+            f"{file}: transformers {transformers.__version__} does not know model_type {kind!r}. Install a newer "
+            f"transformers, or correct model_type{hint}"
         )
     config = transformers.AutoConfig.for_model(**content)
     config.use_cache = False  # of generation

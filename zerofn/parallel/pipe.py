@@ -22,7 +22,7 @@ from ..schedules.named import ScheduleName
 from ..schedules.own import AsSchedule, as_given
 from ..sharding.precision import Precision, PrecisionWord, resolve
 from ..util.arguments import checked
-from ..util.sizes import in_words, time_in_words
+from ..util.sizes import counted, in_words, time_in_words
 from .model_parts import Parts, StageRow, Way, captured_microbatch, shapes_of
 from .pp_plan import PpPlan, pp_plan_of
 
@@ -184,9 +184,8 @@ def _check_schedule(asked: Asked, num_ranks: int) -> None:
                 f"pipe: the schedule has actions for {asked.schedule.ranks} ranks, but the mesh has pipe={num_ranks}."
             )
         if asked.chunks not in (None, asked.schedule.chunks):
-            raise ValueError(
-                f"pipe: the schedule has {asked.schedule.chunks} stages per rank, but got chunks={asked.chunks}."
-            )
+            there = counted(asked.schedule.chunks, "stage")
+            raise ValueError(f"pipe: chunks={asked.chunks}, but the schedule has {there} per rank. Leave chunks out.")
     elif asked.schedule == AUTO and (asked.chunks is not None or asked.stages is not None):
         what = "chunks" if asked.chunks is not None else "stages"
         raise ValueError(

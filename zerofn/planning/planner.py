@@ -55,7 +55,7 @@ def plan(
 
     - `init_state`, `unit`, `hpz`: as for `shard`.
     - `batch`: one rank's batch, of tensors with or without memory; `rows` replaces its size in dim 0.
-    - `world`: the number of ranks; by default all devices of the nodes of `machine`, or 8.
+    - `world`: the number of ranks; by default all devices if `machine` says how many nodes ("2 x H100-8": 16), else 8.
     - `mesh`: the ranks as a grid, {"data": -1, "tensor": 2}; by default all along `data`.
     - `machine`: "H100-8", or "8 x H100-8" for several nodes; a file from `zerofn profile`; or a `zerofn.Machine`.
     - `stage`, `offload`, `precision`, `remat`, `wire`: an argument of `shard` or `compile`, or a list; "all" (not for
@@ -130,7 +130,7 @@ def cluster(
     """
     where = machine_of(machine)
     usable = where.memory - (CUDA_CONTEXT if where.device == "cuda" else 0)
-    where = replace(where, memory=usable if memory is None else num_bytes(memory))
+    where = replace(where, memory=usable if memory is None else num_bytes(memory, "plan"))
     if world is not None and (isinstance(world, bool) or not isinstance(world, int) or world < 1):
         raise ValueError(f"plan(world={world!r}): expected the number of ranks, 1 or more.")
     there = where.nodes * where.ranks

@@ -291,8 +291,9 @@ def _default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]
         generator = torch.cuda.default_generators[device.index]
     else:
         raise NotImplementedError(
-            f"zerofn: attention and native dropout cannot draw from a key on {device.type}. Use the math backend, "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            f"zerofn: on {device.type}, neither fused attention with dropout nor native_dropout can take its random "
+            "numbers from the step's key. Compute attention with torch.nn.attention.sdpa_kernel(SDPBackend.MATH), and "
+            "write dropout with torch.rand."
         )
     before = generator.get_state()
     generator.manual_seed(seed)

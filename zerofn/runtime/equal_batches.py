@@ -43,7 +43,7 @@ def compare_batches(name: str, batch: Any, mesh: Mesh | None) -> None:
             shared = " and ".join(map(repr, mesh.same_batch.names))
             raise RuntimeError(
                 f"{name}: ranks {before} and {rank} must have the same rows, but their batches differ. Ranks along "
-                f"{shared} share rows: divide the dataset by mesh.rows.rank and mesh.rows.size."
+                f"{shared} share rows: write DataLoader(dataset, sampler=zerofn.sampler(dataset, mesh))."
             )
         before, part = of_rows.setdefault((rows, found), (rank, place))
         if part != place:

@@ -59,8 +59,8 @@ class Documents(Pattern):
     def _of_all_rows(self, num: int) -> Tensor:
         if self.ends.dim() == 2:
             raise ValueError(
-                "sparse.documents: cu_seqlens with one line for each row can be combined with other patterns by & "
-                "only. For |, pass the same documents for all rows, [documents + 1]."
+                "sparse.documents: cu_seqlens [rows, documents + 1], with other documents in each row, can be combined "
+                "with other patterns by & only. For |, pass cu_seqlens [documents + 1], the same for all rows."
             )
         if type(self.ends) is not Tensor:
             raise ValueError(
@@ -77,7 +77,7 @@ def _is_known(ends: Tensor) -> bool:
 
 
 def _increase(ends: Tensor) -> Tensor:
-    """Return of each row whether its ends, [.., documents + 1], increase from 0."""
+    """Return of each row whether its ends, [..., documents + 1], start at 0 and never decrease."""
     return (ends[..., 0] == 0) & (ends.diff(dim=-1) >= 0).all(-1)
 
 
@@ -120,8 +120,8 @@ def documents(cu_seqlens: Tensor) -> Pattern:
     documents begin, the first 0, and where the last one ends; equal numbers are empty documents. It may be part of a
     step's batch. Tokens after the last end attend to nothing, and no token attends to them.
 
-    Raises `TypeError` and `ValueError` for a wrong dtype or shape, and for numbers that do not increase from 0: at
-    once, or if they are part of a step's batch when the step runs.
+    Raises `TypeError` and `ValueError` for a wrong dtype or shape, and for numbers that do not start at 0 or that
+    decrease. It raises at once, or, if the numbers are part of a step's batch, when the step runs.
 
     >>> from zerofn import sparse
     >>> packed = documents(torch.tensor([0, 3, 8])) & sparse.causal
@@ -136,7 +136,9 @@ def documents(cu_seqlens: Tensor) -> Pattern:
     if _is_known(cu_seqlens):
         with plain_dispatch():
             if not bool(_increase(cu_seqlens).all()):
-                raise ValueError(f"sparse.documents: cu_seqlens must increase from 0, got {cu_seqlens.tolist()}.")
+                raise ValueError(
+                    f"sparse.documents: cu_seqlens must start at 0 and never decrease, got {cu_seqlens.tolist()}."
+                )
     # A layout is made of it once: what is written to the tensor later does not count.
     return Documents(cu_seqlens.clone() if type(cu_seqlens) is Tensor else cu_seqlens)
 

@@ -11,23 +11,25 @@ _UNITS = {
 }
 
 
-def num_bytes(given: int | str) -> int:
+def num_bytes(given: int | str, caller: str) -> int:
     """Bytes, of a number of them or of a string such as "24GiB" or "500 MB".
 
-    Raises `ValueError`/`TypeError` for anything else.
+    Raises `ValueError`/`TypeError` for anything else. `caller`: the function whose argument `memory` it is.
 
-    >>> num_bytes("1.5KiB"), num_bytes("2 GB")
+    >>> num_bytes("1.5KiB", "plan"), num_bytes("2 GB", "plan")
     (1536, 2000000000)
     """
     if isinstance(given, int) and not isinstance(given, bool) and given > 0:
         return given
     if not isinstance(given, str):
-        raise TypeError(f"expected an amount of memory such as '24GiB', or bytes above 0, got {given!r}.")
+        raise TypeError(
+            f"{caller}: memory={given!r} must be a whole number of bytes above 0, or a string such as '24GiB'."
+        )
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", given)
     if not found or found[2].lower() not in _UNITS or not float(found[1]):
         raise ValueError(
-            f"{given!r} is not an amount of memory. Write '24GiB' (1024^3 bytes), '24GB' (1000^3), or a "
-            "number of bytes."
+            f"{caller}: memory={given!r} is not an amount of memory. Write '24GiB' (1024^3 bytes), '24GB' (1000^3), or "
+            "a number of bytes."
         )
     return int(float(found[1]) * _UNITS[found[2].lower()])
 

@@ -235,9 +235,9 @@ def test_what_another_drop_makes_needless_is_kept():
 @pytest.mark.parametrize(
     ("memory", "error", "message"),
     [
-        ("24 apples", ValueError, "'24 apples' is not an amount of memory. Write '24GiB'"),
-        (0, TypeError, "expected an amount of memory"),
-        (True, TypeError, "expected an amount of memory"),
+        ("24 apples", ValueError, "compile: memory='24 apples' is not an amount of memory. Write '24GiB'"),
+        (0, TypeError, "compile: memory=0 must be a whole number of bytes above 0"),
+        (True, TypeError, "compile: memory=True must be a whole number of bytes above 0"),
     ],
 )
 def test_amounts_that_are_none(memory, error, message):

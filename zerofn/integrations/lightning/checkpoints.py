@@ -101,7 +101,8 @@ def load(folder: Path, like: Any, io: Any, weights_only: bool | None, whole: boo
         raise zerofn.CheckpointError(
             f"{folder} has a state of step {int(stepped.step)}, but no file {kept.name!r}, in which Lightning stores "
             "the position in the data and the state of its callbacks. Either this checkpoint was not saved by "
-            "ZeroFnStrategy, or the file was removed."
+            "ZeroFnStrategy, or the file was removed. To use its parameters alone, write "
+            f"zerofn.load({str(folder)!r}, like=state, only='params')."
         )
     found = {"state_dict": {}, **io.load_checkpoint(kept, weights_only=weights_only)}
     if whole:

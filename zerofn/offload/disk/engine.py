@@ -100,7 +100,10 @@ class Request:
         transfer(file, self._memory[block.start : block.start + block.nbytes], block.offset, False)
         self._engine.count(read=block.nbytes)
         if checksum(address, block.nbytes) != block.check:
-            raise _Damaged(f"{self._place(file, number)} is damaged: its bytes differ from those that were written.")
+            raise _Damaged(
+                f"{self._place(file, number)} is damaged: its bytes differ from those that were written. Check the "
+                "drive, and continue from the last checkpoint."
+            )
 
     def _place(self, file: File, number: int) -> str:
         block = self.region.blocks[number]
