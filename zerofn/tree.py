@@ -336,9 +336,11 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]
 
 @checked("f")
 def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """`f` at every leaf of `tree` (and of `rest`, which must have the same structure).
+    """Apply `f` to every leaf of `tree` (and of `rest`, which must have the same structure). Return the results as such
+    a tree.
 
-    On `Sharded` trees the leaves are this rank's shards, so an elementwise `f` is the partitioned update.
+    On `Sharded` trees, `f` gets this rank's shards. If `f` is elementwise, the results are the shards of `f` of the
+    full tensors.
 
     >>> tree_map(lambda a, b: a + b, {"x": 1, "y": (2, 3)}, {"x": 10, "y": (20, 30)})
     {'x': 11, 'y': (22, 33)}

@@ -44,7 +44,7 @@ _ALIGNED = 16  # elements: rows of a bias begin at multiples, for kernels of CUD
 
 
 class Shape(NamedTuple):
-    """What pairs of tokens a mask [.., Lq, Lk] allows, the same in all rows.
+    """What pairs of tokens a mask [..., Lq, Lk] allows, the same in all rows.
 
     `triangle`: no token looks at one behind it. `full`: all pairs are allowed, of the triangle if there is one.
     `window`: how many tokens each token attends to, itself and those before it; 0 for another mask.

@@ -77,7 +77,7 @@ class _Factor(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """A side of a comparison: elements of a source, at places [.., queries, 1] or [.., 1, keys], plus a number."""
+    """A side of a comparison: elements of a source, at places [..., queries, 1] or [..., 1, keys], plus a number."""
 
     source: Node
     at: Tensor
@@ -136,7 +136,7 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
     of_rows = q.shape[0] == k.shape[0] == v.shape[0] and q.shape[1] % k.shape[1] == 0 and k.shape[1] == v.shape[1]
     if mask.dim() < 2 or mask.shape[-1] != k.shape[2] or mask.shape[-2] not in (1, q.shape[2]):
         return False
-    wide = mask.shape[-4:-2]  # [.., heads]
+    wide = mask.shape[-4:-2]  # [..., heads]
     return of_rows and all(n in (1, own) for n, own in zip(reversed(wide), (q.shape[1], q.shape[0]), strict=False))
 
 

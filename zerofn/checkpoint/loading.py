@@ -61,8 +61,8 @@ def load(
     raises `RuntimeError`, even if the checkpoint turns out to be damaged.
 
     Raises `CheckpointError` on every rank if `path` has no complete checkpoint, if a file is missing, truncated or
-    damaged, or if names, shapes or types of leaves differ from those of `like`. Without `donate`, `like` is still
-    usable then.
+    damaged, if names or shapes of leaves differ from those of `like`, or if a dtype cannot be cast to that of `like`.
+    Without `donate`, `like` is still usable then.
 
     >>> import tempfile, zerofn
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
         action=argparse.BooleanOptionalAction,
         help="along tensor, for a config.json: each rank has a part of the tokens between sliced layers",
     )
-    one.add_argument("--world", type=int, help="number of ranks (of all nodes, if --machine names several; else 8)")
+    one.add_argument("--world", type=int, help="number of ranks (all devices if --machine says how many nodes; else 8)")
     one.add_argument(
         "--mesh",
         help="the ranks as a grid, such as data=4,tensor=2; auto plans all meshes that may be the fastest, and names "

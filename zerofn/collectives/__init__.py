@@ -101,8 +101,8 @@ def reduce_scatter(x: Tensor, axis: str | Axis | None = None, *, dim: int = 0) -
     `x` [..., size * s, ...]: with the same shape and dtype on all ranks, at least one dim. `axis`: see `all_gather`.
     `dim`: the dim to cut; negative ones count from the last.
 
-    -> [..., s, ...]: rank r gets elements [r * s, (r + 1) * s) of the sum along `dim`, added up in the dtype of `x`, on
-    gloo in rank order, on its device. With one rank, a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
+    -> [..., s, ...] in the dtype and on the device of `x`: rank r gets elements [r * s, (r + 1) * s) of the sum along
+    `dim`. gloo adds in rank order. With one rank, a view of `x`. Transpose: `all_gather`. Raises `ValueError` for a
     scalar, if the size of `dim` is not a multiple of the number of ranks, and for an axis that does not exist;
     `IndexError` for a dim that does not exist.
 
@@ -125,7 +125,7 @@ def all_reduce(x: Tensor, axis: str | Axis | None = None) -> Tensor:
 
     `x` [...]: with the same shape and dtype on all ranks. `axis`: see `all_gather`.
 
-    -> [...] in the dtype of `x`, added up in rank order, so that all ranks have the same bits, on its device. With one
+    -> [...] in the dtype and on the device of `x`, added in rank order, so that all ranks have the same bits. With one
     rank, a view of `x`. Each rank receives the values of all others: meant for losses and norms, not for gradients of a
     model, which `scatter` averages. For a mean, see `mean`. Transpose: itself. In `value_and_grad`, its gradient is
     right along axes over which gradients are averaged, and along `tensor` if each rank uses the sum in its own way;
@@ -174,9 +174,9 @@ def mean(x: Tensor, like: Any = None) -> Tensor:
     `x` [...]: with the same shape and dtype on all ranks, such as the loss of this rank's rows. `like`: the state or
     the parameters with which it was computed, or their mesh; None is the current mesh, see the module.
 
-    -> [...] in the dtype of `x`, integers in torch's default dtype; the same on all ranks that computed `x` alike.
-    Ranks count equally: if they have different numbers of tokens, divide the `all_reduce` of their sums by the
-    `all_reduce` of their numbers of tokens.
+    -> [...] in the dtype of `x`, integers in torch's default dtype. The mean is the same on all ranks, if ranks that
+    share a part of the batch (along `tensor` and `pipe`) have the same `x`. Ranks count equally: if they have different
+    numbers of tokens, divide the `all_reduce` of their sums by the `all_reduce` of their numbers of tokens.
     Differentiable in `value_and_grad`. All ranks must call it. Raises `ValueError` where it is not clear which mesh is
     meant, and for a `like` without a `Sharded`.
 

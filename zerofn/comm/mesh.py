@@ -200,9 +200,7 @@ class Mesh:
 
     @cached_property
     def shards_by_row(self) -> tuple[int, ...]:
-        """For each rank along `shards_of_experts`: the number along `shards` of the one with this rank's place along
-        `expert`.
-        """
+        """The number along `shards` of each rank along `shards_of_experts`."""
         found = [axis for axis in self.axes if axis.kind.shards]
         out = []
         for place in itertools.product(*([a.rank] if a.kind.experts else range(a.size) for a in found)):
@@ -224,12 +222,12 @@ class Mesh:
 
     @cached_property
     def slices(self) -> tuple[Axis, ...]:
-        """The axes of several ranks with slices of the same leaves."""
+        """The axes with a size above 1 along which ranks have different slices of the same leaves."""
         return self._several("slices")
 
     @cached_property
     def partial(self) -> tuple[Axis, ...]:
-        """The axes of several ranks that compute parts of one value with their slices."""
+        """The axes with a size above 1 along which ranks compute parts of one value, with their slices."""
         return self._several("partial")
 
     @cached_property
@@ -241,7 +239,8 @@ class Mesh:
     def over(self, names: Iterable[str]) -> Axis:
         """Return one axis for several, row-major; axes that the mesh does not have count as size 1.
 
-        All ranks must ask for the same, in the same order, for the first time: then it makes a process group.
+        The first call for several axes makes a process group. So all ranks must make their first calls for the same
+        axes, in the same order.
         """
         among = [axis for axis in self.axes if axis.name in self._names(names)]
         found = [axis for axis in among if axis.size > 1]
@@ -259,7 +258,7 @@ class Mesh:
 
     @checked()
     def block(self, name: str, size: int) -> Axis:
-        """Return the ranks of an axis in blocks of `size`, as an axis of this rank's block. All ranks must ask."""
+        """Return the ranks of an axis in blocks of `size`, as an axis of this rank's block. All must call it."""
         whole = self.axis(name)
         first, rank = whole.rank - whole.rank % size, whole.rank % size
         if not self.ranks or size == 1:
@@ -287,7 +286,7 @@ class Mesh:
         return self.over(self._having(what))
 
     def _several(self, what: str) -> tuple[Axis, ...]:
-        """Return the axes of several ranks with a property."""
+        """Return the axes with a size above 1 and a property."""
         return tuple(axis for axis in self.axes if axis.size > 1 and getattr(axis.kind, what))
 
     def _line(self, names: set[str]) -> tuple[int, ...]:

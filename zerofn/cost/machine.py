@@ -27,8 +27,17 @@ class Machine:
     """One type of node of a cluster. Units are bytes, bytes/s, operations/s and seconds, for one rank unless a field
     says otherwise. Resources that the ranks of a node share are stated for the node.
 
-    `flops`: of matrix products, by dtype, as trained models reach them; less than data sheets promise.
-    `measured_on`: the hardware that `zerofn profile` measured, empty for a machine known by name.
+    - `device`: "cuda" or "cpu". `ranks`: devices of a node. `nodes`: how many nodes there are; 0: as many as ranks
+      need.
+    - `memory`: of a device. `memory_rate`: of a device's memory, read and written.
+    - `flops`: rates of matrix products by dtype, as training reaches them; data sheets promise more.
+    - `link`: between two ranks of a node, one direction. `network`: of a rank to other nodes, one direction.
+    - `host_link`: between a device and the host, one direction. `host_memory`, `host_rate`: of a node's host memory.
+    - `disk`, `disk_read`, `disk_write`: of a node's drives: size and rates.
+    - `launch`: the least seconds that one operation takes. `latency`: of a transfer between ranks.
+    - `busy`: seconds of computation that a byte of a transfer costs: gloo copies with the same cores.
+    - `slowest`: the slowest rank's time over the average, for equal work.
+    - `measured_on`: the hardware that `zerofn profile` measured, empty for a machine known by name.
 
     >>> rates = {"memory_rate": 2e10, "flops": {"float32": 1e11}, "link": 5e9, "network": 0}
     >>> Machine("two processes", "cpu", ranks=2, memory=16e9, **rates).rate_of(torch.float32)
@@ -36,25 +45,25 @@ class Machine:
     """
 
     name: str
-    device: str  # "cuda" or "cpu"
-    ranks: int  # devices of a node
-    memory: float  # of a device
-    memory_rate: float  # of a device's memory, read and written
+    device: str
+    ranks: int
+    memory: float
+    memory_rate: float
     flops: dict[str, float]
-    link: float  # between two ranks of a node, one direction
-    network: float  # of a rank to other nodes, one direction
-    host_link: float = 0.0  # between a device and the host, one direction
-    host_memory: float = 0.0  # of a node
-    host_rate: float = 0.0  # of a node's host memory
-    disk: float = 0.0  # of a node, as are its rates
+    link: float
+    network: float
+    host_link: float = 0.0
+    host_memory: float = 0.0
+    host_rate: float = 0.0
+    disk: float = 0.0
     disk_read: float = 0.0
     disk_write: float = 0.0
-    launch: float = 5e-6  # at least, for one operation
-    latency: float = 20e-6  # of a transfer between ranks
-    busy: float = 0.0  # seconds of computation that a byte of a transfer costs: gloo copies with the same cores
-    slowest: float = 1.0  # the slowest rank's time over the average, for equal work
+    launch: float = 5e-6
+    latency: float = 20e-6
+    busy: float = 0.0
+    slowest: float = 1.0
     measured_on: str = ""
-    nodes: int = 0  # how many there are; 0: as many as ranks need
+    nodes: int = 0
 
     def __post_init__(self) -> None:
         rates = ("host_link", "host_memory", "host_rate", "disk", "disk_read", "disk_write", "launch", "latency")

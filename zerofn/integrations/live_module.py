@@ -65,7 +65,7 @@ class Live:
     # ---- what the parameters ask for
 
     def value_of(self, name: str) -> Tensor:
-        """Return a parameter's value, which is the same tensor until `settle`. All ranks must ask."""
+        """Return a parameter's value, which is the same tensor until `settle`. All ranks must call it."""
         if self._in_step:
             raise RuntimeError(
                 f"{type(self.module).__name__}: the step reads the parameter {name!r} from somewhere other than "

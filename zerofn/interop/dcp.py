@@ -27,9 +27,9 @@ def load_dcp(path: str | Path, like: T, *, only: str | None = None) -> T:
 
     Parameters are found by their names in `like.params`, with any prefix (such as "model."), and Adam's `exp_avg`,
     `exp_avg_sq` and `step` by the same names with another prefix, as torch's `get_state_dict` writes them. With
-    `only="params"`, all other entries keep the values of `like`. The state's `step` becomes the optimizer's. The
-    numbers of ranks may differ, and DTensors may be sharded in any way. Every rank must call it; in addition to the
-    result, one tensor is in memory at a time. `like` is not changed.
+    `only="params"`, all other entries keep the values of `like`; otherwise the state's `step` is set to the optimizer's
+    step count. The numbers of ranks may differ, and DTensors may be sharded in any way. Every rank must call it; in
+    addition to the result, one tensor is in memory at a time. `like` is not changed.
 
     Raises `zerofn.CheckpointError` if the folder is not such a checkpoint, is damaged or of another model, if its
     metadata, a pickle, names anything but torch's classes for checkpoints, or if `like` has no `AdamState`.
@@ -73,7 +73,8 @@ def export_dcp(path: str | Path, out: str | Path) -> None:
 
     It holds {"model": {name: tensor}} and, for Adam, {"optim": {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}}},
     with the names of torch's `get_state_dict`. Values stay as stored. Call it in one process; files are mapped, not
-    loaded. While it runs, it needs free space of the same size again below `out`.
+    loaded. While it runs, it also writes a temporary copy beside `out`, so the drive needs free space for twice the
+    result.
 
     Raises `zerofn.CheckpointError` for a checkpoint that cannot be read or has no `params`.
 

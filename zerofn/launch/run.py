@@ -32,8 +32,9 @@ def run(fn: Callable[..., T], /, *args: Any, ranks: int = 2, **kwargs: Any) -> T
     """Call `fn(*args, **kwargs)` on all ranks, each in a new process, and return rank 0's result.
 
     `fn` may be defined in a notebook or inside another function: it is sent by value. `args`, `kwargs`: plain data,
-    plain tensors and modules; each rank gets its own copy. `ranks`: number of processes on this machine; with GPUs, one
-    for each GPU. The result consists of tensors, on the host, or plain data. Output of the ranks is shown at once.
+    plain tensors and modules; each rank gets its own copy. `ranks`: number of processes on this machine. On a machine
+    with GPUs, each rank needs its own GPU. The result consists of tensors, on the host, or plain data. Output of the
+    ranks is shown at once.
 
     Raises the first error of a rank, with its traceback as a note; `RuntimeError` if a rank was killed, or if it is
     called inside a rank; `TypeError` for arguments or a result that cannot be sent; `ValueError` for an impossible

@@ -100,7 +100,7 @@ class Offload:
 
     @property
     def of_optimizer(self) -> Offload:
-        """The same for a tree of which all is the optimizer's."""
+        """This policy for a tree that holds only optimizer state."""
         return replace(self, params=self.optimizer, path=self.path if self.optimizer == "nvme" else None)
 
 

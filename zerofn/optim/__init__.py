@@ -4,9 +4,9 @@ A transformation works on any tree of tensors. Of a `Sharded` tree it updates th
 each *unit* (FSDP's parameter group). Masks and labels are functions of logical leaves, never of shards.
 
 How an update runs: a `GradientTransformation` is optax's pair `init` and `update` (`base.py`). AdamW, SGD and Lion
-also have one fused operation for each unit (`fused.py`), from `zerofn.ops`. Constants that differ among leaves, such
-as weight decay under a mask, are runs of elements of a unit (`leaf_runs.py`). `masked` and `multi_transform` select
-leaves (`select.py`); leaves that are not selected count as padding.
+also have one fused operation for each unit (`fused.py`), from `zerofn.ops`. A constant that differs among leaves, such
+as weight decay under a mask, is stored once for each run of elements with the same value (`leaf_runs.py`). `masked`
+and `multi_transform` select leaves (`select.py`); leaves that are not selected count as padding.
 
 Steps of several kinds (`phases.py`): 1-bit Adam sends gradients up to its freeze step, and signs from then on. That
 is another step, with other transfers, so another capture. A word in the treedef of the optimizer's state says which
@@ -15,10 +15,10 @@ the number again only when the next kind could have begun.
 
 1-bit optimizers (`onebit.py`, `onebit_adam.py`, `onebit_lamb.py`, `zero_one_adam.py`) sum gradients over ranks
 themselves. `value_and_grad` then returns the gradients of each rank unsummed, as entries `[ranks, *shape]`
-(`zerofn/sharding/rank_entries.py`). What the signs leave out stays on its rank as such entries, so finite checks,
-norms and checkpoints need no special case. Signs are made after the finite check, so their transfers do not overlap
-the backward pass; they are 1/31.75 of a gradient. The momentum is computed in float32 only where it is stored, by the
-operation that updates the parameters (`zerofn/ops/frozen_adamw.py`).
+(`zerofn/sharding/rank_entries.py`). The rounding errors of the signs stay on their rank, stored as entries
+`[ranks, *shape]`. So finite checks, norms and checkpoints need no special case. Signs are made after the finite check,
+so their transfers do not overlap the backward pass; they are 1/31.75 of a gradient. The momentum is computed in
+float32 only where it is stored, by the operation that updates the parameters (`zerofn/ops/frozen_adamw.py`).
 
 Invariant: hyperparameters are checked before anything is traced or allocated (`checks.py`), and schedules are torch
 operations of the number of updates, so a step can capture them.

@@ -37,8 +37,9 @@ class InjectHyperparamsState(NamedTuple):
     def with_hyperparams(self, **values: float | Tensor) -> InjectHyperparamsState:
         """Return the state with some hyperparameters set to numbers, or to tensors of one element.
 
-        A number is a constant of a captured step; a tensor, such as an entry of the batch, may be another one at each
-        call. Raises `KeyError` for a name that is not injected, `TypeError` for a value that is neither.
+        Outside a step, a new value needs no other capture. Inside a captured step, a number is a constant. For a value
+        that changes between calls, pass a tensor, such as an entry of the batch. Raises `KeyError` for a name that is
+        not injected, `TypeError` for a value that is neither a number nor such a tensor.
         """
         for name, value in values.items():
             if name not in self.hyperparams:

@@ -38,8 +38,8 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     As in optax, gradients of the other leaves pass through unchanged, for the next transformation of a `chain`. So a
     masked optimizer without a `chain` adds them to the parameters. To leave parameters unchanged, use
     `multi_transform({..., "frozen": set_to_zero()}, labels)`; or `TrainState.create(frozen=...)`, which does not
-    compute their gradients either. On `Sharded` trees see [Note: selections] in `select`. Raises `TypeError` if `inner`
-    is not a transformation or `mask` not a function of one leaf.
+    compute their gradients either. On `Sharded` trees, a unit with at least one selected leaf has state for all its
+    leaves. Raises `TypeError` if `inner` is not a transformation or `mask` not a function of one leaf.
 
     >>> import torch, zerofn
     >>> tx = masked(zerofn.optim.scale(2.0), lambda leaf: leaf.name != "bias")

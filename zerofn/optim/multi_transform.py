@@ -39,9 +39,9 @@ def multi_transform(
                         lambda leaf: "head" if leaf.name.startswith("head.") else "body")
 
     If only learning rates differ, use `lr_scale` of one optimizer: it needs one pass, and no unit has moments
-    twice. Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees see
-    [Note: selections] in `select`. Raises `TypeError` for an argument of the wrong type, `ValueError` for a label
-    without a transformation.
+    twice. Norms inside a transformation are over its own leaves. Fused rules stay fused. On `Sharded` trees, a unit
+    with leaves of two labels has the moments of both for all its leaves. Raises `TypeError` for an argument of the
+    wrong type, `ValueError` for a label without a transformation.
 
     >>> import torch, zerofn.optim as optim
     >>> tx = multi_transform({"a": optim.scale(2), "b": optim.scale(3)}, lambda x: x.name)

@@ -51,9 +51,9 @@ def muon(
     do better with Adam: `lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name`. `consistent_rms`: see
     `scale_by_shape`.
 
-    On shards, every unit's momentum is gathered once a step, see `scale_by_muon`. Each label has moments for whole
-    units, see [Note: selections] in `select`. So give matrices units of their own, by `shard(unit=...)`: then these
-    units have one moment instead of three. Raises `ValueError` for hyperparameters out of range.
+    On shards, every unit's momentum is gathered once a step, see `scale_by_muon`. A unit with leaves of both labels
+    stores the moments of both for all its elements: one of Muon and two of Adam. So give matrices units of their own,
+    by `shard(unit=...)`: these store one moment. Raises `ValueError` for hyperparameters out of range.
 
     >>> import torch
     >>> tx = muon(0.02, matrices=lambda leaf: leaf.ndim == 2 and "embed" not in leaf.name)

@@ -71,10 +71,10 @@ def onebit_adam(
     and parameters are gathered as usual (see `zerofn.Wire`); every stage gives the bits of stage 0. With one rank, and
     for plain parameters, nothing is sent or rounded.
 
-    Gradients must come from `state.value_and_grad`, which does not average them over ranks. In a `chain`, only
-    transformations that multiply all gradients by one number may come before it: `clip_by_global_norm` clips by the
-    root mean square of the ranks' norms, since the norm of the mean gradient is not known. `mask`, `lr_scale`: as
-    in `adamw`. Raises `ValueError` for hyperparameters out of range.
+    Gradients must come from `state.value_and_grad`, which does not average them over ranks after `freeze_step`. In a
+    `chain`, only transformations that multiply all gradients by one number may come before it: `clip_by_global_norm`
+    then clips by the root mean square of the ranks' norms, since the norm of the mean gradient is not known. `mask`,
+    `lr_scale`: as in `adamw`. Raises `ValueError` for hyperparameters out of range.
 
     >>> from zerofn import optim
     >>> optim.onebit_adam(1e-3, freeze_step=1000)

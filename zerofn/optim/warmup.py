@@ -120,8 +120,8 @@ def warmup_decay_lr(
 ) -> Schedule:
     """DeepSpeed's WarmupDecayLR: `warmup_lr`, then a straight line down to `warmup_min_lr`.
 
-    With T = total_num_steps, gamma is max(0, (T - i) / max(1, T - N)) for i >= N. Raises as `warmup_lr` does, and
-    `ValueError` unless `total_num_steps` is positive.
+    With i, N and gamma as in `warmup_lr`, and T = total_num_steps, gamma is max(0, (T - i) / max(1, T - N)) for i >= N.
+    Raises as `warmup_lr` does, and `ValueError` unless `total_num_steps` is positive.
 
     >>> rate = warmup_decay_lr(20, 0.0, 1.0, 10, "linear")
     >>> [round(float(rate(torch.tensor(step))), 3) for step in (0, 5, 10)]

@@ -3,8 +3,8 @@
 Words:
 
 - *plan of slices*: words such as "colwise" for the layers of a model, transformers' `tp_plan` (`plan.py`).
-- *chunk*: one of 2 x size equal parts of a sequence along `context`; a rank has two of them, so that all ranks have
-  equal work under a causal mask (`chunks.py`).
+- *chunk*: one of several equal parts of a sequence. By default each of n ranks along `context` has two of 2n chunks, an
+  early and a late one, so that all have equal work under a causal mask (`chunks.py`).
 - *twin*: a small model of the same class, in float64 (`small_twin.py`).
 
 Along `tensor` (`tensor_parallel.py`): a rank's weights are slices. A layer that is cut by columns gets `vary` before

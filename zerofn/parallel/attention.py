@@ -102,7 +102,7 @@ def attention(
     `split_sequence` splits it. There are G key and value heads, where G divides H. `axis`: the ranks that share
     sequences. `method`: "ulysses" makes two exchanges and calls torch's own attention; the number of ranks must divide
     H. "ring" works for any number of heads. `causal`: whether a token attends only to earlier tokens and itself.
-    `scale`: of the scores, by default D ** -0.5. `mask` [.., S, S] of booleans: replaces `causal`, and says to which
+    `scale`: of the scores, by default D ** -0.5. `mask` [..., S, S] of booleans: replaces `causal`, and says to which
     tokens each token of the whole sequence attends, the same for all heads; only with "ulysses". `layout`: to which
     keys a query attends, besides `causal`, as for `zerofn.sparse.attention`. Its positions are those of the whole
     sequence, its heads those of all ranks, and it must be the same on all ranks. In a ring, a rank then receives only
@@ -189,7 +189,7 @@ def _check_mask(mask: Tensor, length: int, method: str, axis: Axis) -> None:
         raise ValueError("attention: method='ring' does not support a mask. Write method='ulysses'.")
     if mask.dtype != torch.bool or mask.shape[-2:] != (length, length) or mask.shape[-3:-2] not in ((), (1,)):
         raise ValueError(
-            f"attention: expected a mask of booleans [.., 1, {length}, {length}], which says to which tokens each "
+            f"attention: expected a mask of booleans [..., 1, {length}, {length}], which says to which tokens each "
             f"token of the whole sequence attends, got {mask.dtype} {list(mask.shape)}."
         )
 

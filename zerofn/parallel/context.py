@@ -69,8 +69,8 @@ def context(model: nn.Module, mesh: Mesh, *, method: Method | None = None, chunk
     its attention functions with transformers, as "zerofn_ulysses" and "zerofn_ring", and switches the model to one of
     them. The model's forward then accepts the result of `split_sequence`, and the mean of its loss over ranks is the
     loss of whole sequences. Ranks compare their rows in every step. Positions are counted as the model counts them:
-    RoBERTa, for example, starts at padding_idx + 1 and skips padding tokens. Layers may attend within windows, and
-    with "ulysses" within chunks of tokens. `chunks`: those that `split_sequence` was called with; see
+    RoBERTa, for example, starts at padding_idx + 1 and skips padding tokens. Layers may use sliding-window attention
+    and, with "ulysses", chunked attention (as Llama 4 does). `chunks`: those that `split_sequence` was called with; see
     `balanced_chunks`.
 
     First, a small model of the same class computes a row in parts and as a whole, in float64 and without a transfer:
@@ -228,7 +228,10 @@ def _attend(
     if made is None and more.get("sliding_window") is not None:
         raise ValueError(f"attention over a split sequence: {name} asked for a window, but passed no mask for it.")
     if attention_mask is not None and made is None and not cut.ways.makes_masks:
-        raise ForeignMask(f"attention over a split sequence takes no mask, but {name} got one from its model.")
+        raise ForeignMask(
+            f"attention over a split sequence does not support a mask, but {name} got one from its model. Turn it off "
+            "in the model's config, or give the axis 'context' size 1."
+        )
     note_attention()
     if is_causal is None:  # a mask that hides nothing is that of an encoder
         is_causal = getattr(module, "is_causal", attention_mask is None)

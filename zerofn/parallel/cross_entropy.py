@@ -40,8 +40,8 @@ def cross_entropy(
     ranks that share the vocabulary. `reduction`: "mean" over labels that count, "sum", or "none".
 
     -> a scalar, or [...] with "none": the same on all ranks, in float32 for logits of fewer bits, else in their dtype.
-    Ranks send the greatest logit of each label, and two sums. All ranks must call it. Raises `ValueError` for logits of
-    the wrong size, for labels of the wrong shape and for an unknown reduction.
+    For each token, ranks send the maximum of their logits and two sums. All ranks must call it. Raises `ValueError` for
+    logits of the wrong size, for labels of the wrong shape and for an unknown reduction.
 
     >>> logits, labels = torch.tensor([[2.0, 0.0, 1.0]]), torch.tensor([0])
     >>> cross_entropy(logits, labels, 3, axis="data")

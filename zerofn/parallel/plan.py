@@ -26,8 +26,8 @@ class Slice:
     along `dim`; each is sliced. `input`: "equal", all ranks pass in the same input; "cut", each rank passes in its
     slice of the last dim; "take", all ranks pass in the same input, of which the layer takes this rank's slice.
     `output`: "cut", this rank's slice of the last dim; "sum", partial sums, which are added up over ranks; "concat",
-    slices, which are gathered to all ranks; "equal". `kind`: of module, such as "embedding", which computes with its
-    slices in a special way; most kinds have a word.
+    slices, which are gathered to all ranks; "equal", the same output on all ranks, so nothing is sent. `kind`: of
+    module, such as "embedding", which computes with its slices in a special way; most kinds have a word.
 
     A linear layer that is sliced along "out" has equal inputs, and its output is "cut" or "concat": `COLWISE` is
     `Slice(-2, output="cut")`. One that is sliced along "in" has the input "cut" or "take", and the output "sum":

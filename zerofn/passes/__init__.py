@@ -5,10 +5,10 @@ passes to the list to run. `before` and `after` make one by the name of a standa
 
 Words:
 
-- *Pass*: a function `fn(program) -> None` of the step; with the scope "body" a function `fn(gm, context) -> None` of
-  each graph, so also of the bodies of loops. It says whether it is required, carries out decisions about memory, and
-  takes part in the search (`_pass.py`).
-- *Context*: the machine, the mesh and what was decided about memory (`_context.py`).
+- *Pass*: a function `fn(program) -> None` of the step; with the scope "body", of the step and of the body of each loop.
+  A function of two arguments also gets a *Context*. A pass says whether it is required, carries out decisions about
+  memory, and takes part in the search (`_pass.py`).
+- *Context*: the machine, the mesh and the decisions about memory (`_context.py`).
 - *finite check*: whether all gradients are finite; a step that fails it keeps parameters and moments.
 - *bucket*: the flat buffer of a unit's gradient, from which it is sent.
 - *cache*: the gathered copies of units at stages 1 and 2, or of parts of units with hpZ.

@@ -20,8 +20,8 @@ class Context:
     """Where a graph will run, and what was decided about it.
 
     `machine`: the cost model of a node. `num_ranks` and `mesh`: of the step; the mesh of one rank is None. `choice`:
-    the decisions about memory, whose names are those of the graph's nodes. `order`: of its transfers, where ranks must
-    take another rank's, see `prefetch`. `bodies`: of the step, the contexts of the loops' bodies.
+    the decisions about memory, by the names of the graph's nodes. `order`: the order of the graph's transfers, if all
+    ranks must use one rank's order (see `prefetch`). `bodies`: the contexts of the bodies of the step's loops.
     """
 
     machine: Machine
@@ -32,7 +32,7 @@ class Context:
     bodies: Mapping[GraphModule, Context] = field(default_factory=dict)
 
     def lanes(self) -> Lanes:
-        """Return an empty run on the machine."""
+        """Return a simulation on the machine in which nothing has run yet."""
         return Lanes(self.machine, self.num_ranks, mesh=self.mesh)
 
     def timeline(self, gm: GraphModule) -> Timeline:

@@ -99,8 +99,9 @@ class Plan:
         )
 
     def memory(self) -> Memory:
-        """Return bytes by kind: `state`, `gathered` parameters, `gradients`, `activations` saved for the backward pass,
-        `staging` buffers of offloading, `other`, and static buffers that are `reserved` but not in use at the moment.
+        """Return a `Memory`. Its `peak` has the bytes by kind at the moment when the device holds most: `state`,
+        `gathered` parameters, `gradients`, `activations` saved for the backward pass, `staging` buffers of offloading,
+        `other`, and static buffers that are `reserved` but unused at that moment.
 
         Workspace that operations allocate while they run is not counted, except that of logits in tiles.
         """

@@ -70,10 +70,10 @@ class Clock:
 class Profile:
     """A measured step.
 
-    `seconds`: the time of the whole step, measured between other steps. `nodes`: (operation, start, seconds), from the
-    start of the step, which is at `began` seconds since the epoch. `memory`: the most bytes allocated while each
-    operation ran, not counting those held during the whole step. `reserved`: bytes that the allocator of a GPU held,
-    None on the host.
+    `seconds`: the time of the step whose operations were measured. On a GPU it is longer than usual: one operation
+    starts when the one before it has ended. `nodes`: (operation, start, seconds), from the start of the step, which is
+    at `began` seconds since the epoch. `memory`: the most bytes allocated while each operation ran, not counting those
+    held during the whole step. `reserved`: bytes that the allocator of a GPU held, None on the host.
     """
 
     def __init__(self, plan: Plan, seconds: float, clock: Clock, memory: list[int], predicted: Timeline | None) -> None:

@@ -33,7 +33,7 @@ def _with_cut_again(configs: Iterable[Config], mesh: Mesh) -> Iterator[Config]:
 
 
 def _shape(sizes: Sizes) -> Sizes:
-    """Return the sizes of the axes of several ranks that change a model, in the order of the mesh."""
+    """Return the sizes above 1 of the axes that change a model, in the order of the mesh."""
     changing = [name for name, kind in KINDS.items() if kind.changes_model or kind.stages]
     return {name: sizes[name] for name in changing if sizes.get(name, 1) > 1}
 

@@ -91,7 +91,7 @@ class LeftOut:
         self._tell(
             paths,
             "writes %s while it is captured. Later calls do not write them again, and changes to them do not cause "
-            "another capture. Return values to keep in the new state or in aux.",
+            "another capture. Return values to keep in the new state or in the metrics.",
             logging.WARNING if any(path.endswith("]") for path in paths) else logging.INFO,
         )
 

@@ -24,7 +24,8 @@ class Part(NamedTuple):
     """A part of a model that is never split: the embedding, a block, the final norm with the LM head.
 
     `f`, `i`, `w`: seconds of a microbatch's F, I and W. `crossing`: seconds of the transfer of what crosses a boundary
-    in front of it, in either direction. Bytes: `saved` from F on, `kept` from I to W, `fixed` all the time.
+    in front of it, in either direction. Bytes: `saved` from F until I or B, `kept` from I until W, `fixed` all the
+    time.
 
     >>> block = Part(f=1.0, i=1.1, w=0.9)
     >>> block.seconds
@@ -48,8 +49,8 @@ class Part(NamedTuple):
 def balance(parts: Sequence[Part], placement: Placement, microbatches: int) -> tuple[int, ...]:
     """Return how many parts each stage has, in order; at least one each.
 
-    The search makes the last rank end as early as possible, under the assumption that ranks wait only for their first
-    microbatch. Among solutions that are equally fast, to a thousandth, it takes the one whose boundaries are the
+    The search minimises the time at which all ranks have ended, under the assumption that ranks wait only for their
+    first microbatch. Among solutions that are equally fast, to a thousandth, it takes the one whose boundaries are the
     cheapest to cross, and then the one with the most equal stages.
 
     It starts from equal stages. While that helps, it moves one part from one stage to another, and shifts all stages
@@ -154,8 +155,8 @@ class _Search:
         return loads
 
     def _end(self, bounds: list[int], loads: list[float]) -> float:
-        """When the last rank ends: the first microbatch comes to it, at the pace of the slowest stage, and it does its
-        work on all of them."""
+        """When all ranks have ended: the first microbatch comes to a rank, at the pace of the slowest stage, and the
+        rank does its work on all microbatches."""
         self.judged += 1
         forward = [self._forward[b] for b in bounds]
         slowest = max(b - a for a, b in zip(forward, forward[1:], strict=False))

@@ -48,7 +48,9 @@ def best(
     """Return the simulated run of the fastest schedule found; `best(...).schedule` is the schedule.
 
     `costs`: of the stages of each placement that may be taken. `limit`: bytes of a rank, one number for all ranks or
-    one for each. The same arguments give the same schedule on every rank.
+    one for each. `effort`: how many actions to simulate in the search for a faster schedule; the default takes about a
+    second. `seed`: of the random changes that the search tries. The same arguments give the same schedule on every
+    rank.
 
     Raises `MemoryError` if not even one microbatch at a time fits.
 
@@ -70,7 +72,7 @@ def best(
 
 
 def usual_limit(costs: Mapping[Placement, Costs], microbatches: int) -> float:
-    """Return the default limit of the bytes that a rank may hold, with which every placement has a named schedule.
+    """Return the default limit of the bytes that a rank may hold. Every placement has a named schedule that fits.
 
     For each placement, take the named schedule that needs the least memory, and the bytes of its worst rank. The limit
     is the largest of these numbers. Without a limit, the fastest schedule would store the inputs of W of many

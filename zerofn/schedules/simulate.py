@@ -18,8 +18,8 @@ class Costs:
     `down[s]`: seconds of the transfer of activations from stage s to s + 1; `up[s]`: of gradients back. Between stages
     of one rank nothing is sent.
 
-    `saved`: bytes that each stage keeps from its F on; `kept`: those that are left after I until W, with what I adds
-    for W. `fixed`: bytes that each rank has all the time; none if it is empty.
+    `saved`: bytes that each stage stores from F until I or B. `kept`: bytes that it stores from I until W, including
+    those that I adds. `fixed`: bytes that each rank has all the time; none if it is empty.
 
     >>> costs = Costs.even(4, f=1.0, i=1.0, w=0.5)
     >>> costs.seconds(1, "B")

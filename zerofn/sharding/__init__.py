@@ -3,7 +3,7 @@
 Words:
 
 - *Sharded*: a pytree node whose only leaves are this rank's shards, one flat tensor per unit (`sharded.py`).
-  `tree_map(lambda p, g: p - lr * g, params, grads)` on two such trees is the partitioned update.
+  `tree_map(lambda p, g: p - lr * g, params, grads)` on two such trees returns the shards of the updated parameters.
 - *Partition*: one frozen value that says over which ranks units are cut, over which ranks copies are refreshed, the
   slices of leaves, dtypes, wire codec, storage codec and tier (`partition.py`). Stages, hybrid sharding (MiCS) and
   hpZ are rows of a table in its docstring.

@@ -27,9 +27,11 @@ def abstract(state: T) -> T:
     """Return a state's structure, shapes and settings, without the values of sharded leaves.
 
     Every `Sharded` keeps its stage, precision, units, storage and tiers. Replicated leaves (step counts, loss scales)
-    keep their values. In another process, `load` shards the state over that process's ranks along `data`, even if it
-    was on another mesh, and makes their process group if a launcher started them; leaves are not sliced then. The state
-    may be a donated one. Nothing is sent or allocated.
+    keep their values. The state may be a donated one. Nothing is sent or allocated.
+
+    Pass the result to `load` as `like`, also in another process. There, `load` shards the state over all ranks along
+    `data`, whatever its mesh was, and leaves are not sliced. If a launcher started these ranks and they have no process
+    group yet, unpickling the result makes it.
 
     The counterpart in JAX is a tree of abstract arrays, into which orbax restores.
 

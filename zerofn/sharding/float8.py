@@ -17,7 +17,7 @@ _FIRST = (8, 9)  # NVIDIA's first compute capability with float8 products
 
 @dataclass(frozen=True)
 class _Chosen:
-    """`Fp8.where` of one state: the names that it takes."""
+    """`Fp8.where` of one state: the names that it selects."""
 
     names: frozenset[str] = field(repr=False)
 
@@ -35,8 +35,8 @@ class Fp8:
 
     `where(name)` returns True or False and replaces the default, also for LM heads. `shard` calls it once for each
     matrix of the parameters, and the state stores the answers, which do not change during training. A selected layer
-    must have sizes that are multiples of 16. If no linear layer multiplies by a matrix, the answer has no effect on
-    products.
+    must have sizes that are multiples of 16. For a matrix by which no linear layer multiplies, the answer has no effect
+    on products.
 
     Other layers, attention, norms, embeddings and sums compute in `Precision.compute`. `step.lower(...).float8` lists
     for each weight whether its products are float8, and why.
@@ -64,14 +64,14 @@ class Fp8:
             )
 
     def asked(self, names: Iterable[str]) -> Fp8:
-        """Return the same rule with what `where` answers about matrices. Raises `TypeError` for an answer that is
-        neither True nor False.
+        """Return this rule with the answers of `where` for the matrices `names` stored in it. Raises `TypeError` for an
+        answer that is neither True nor False.
         """
         return self if self.where is None else replace(self, where=_Chosen(frozenset(filter(self._takes, names))))
 
     @property
     def names(self) -> frozenset[str]:
-        """The matrices that `where` takes; none before it was `asked`."""
+        """The matrices that `where` selects; empty in a rule that `asked` has not returned."""
         return self.where.names if isinstance(self.where, _Chosen) else frozenset()
 
     def _takes(self, name: str) -> bool:
@@ -91,7 +91,7 @@ class Fp8:
     def why_not(self, name: str, weight: torch.Tensor, longest: int) -> str:
         """Return why a linear layer's weight [outputs, inputs] stays in the compute dtype, "" if it does not.
 
-        `longest`: the rows of the longest embedding table. Raises `ValueError` for a weight that `where` takes and
+        `longest`: the rows of the longest embedding table. Raises `ValueError` for a weight that `where` selects and
         whose sizes do not fit.
         """
         if self.where is not None and not self._takes(name):

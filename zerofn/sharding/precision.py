@@ -96,13 +96,13 @@ class Precision:
         return wires.along(wires.given(self.wire), axis)
 
     def draws_along(self, axis: Axis) -> bool:
-        """Return whether the codes of gradients are drawn along an axis."""
+        """Return whether gradients are rounded stochastically along an axis."""
         wire = self.wire_along(axis)
         return wire is not None and wire.rounding == STOCHASTIC
 
     @property
     def draws(self) -> bool:
-        """Whether they are along any."""
+        """Whether gradients are rounded stochastically along any axis."""
         return any(x.rounding == STOCHASTIC for x in self._wires())
 
     @property

@@ -107,7 +107,7 @@ def shard(
     parameters are contiguous, even if they had another memory format (`channels_last`). The result never aliases the
     input.
 
-    - `stage`: 0 replicates; 1 and 2 shard the optimizer's state; 3 shards the parameters too. "auto" uses the stage,
+    - `stage`: 0 replicates; 1 shards the optimizer's state; 2 gradients too; 3 parameters too. "auto" uses the stage,
       precision, offload, hpz and wire that `plan`, a table from `zerofn.plan`, recommends.
     - `mesh`: the ranks and their axes, such as `zerofn.Mesh.make(replicate=2, data=-1)`; by default all ranks along
       `data`. Units are sharded over `data`, and all ranks along `replicate` have the same shards, so gathers use only
@@ -116,7 +116,7 @@ def shard(
     - `offload`: None, "cpu", "nvme" or an `Offload`: optimizer state or parameters in host memory or on drives.
     - `unit`: leaf name -> unit name; the leaves of a unit, usually a layer, are gathered together.
     - `device`: where shards are stored; by default the parameters' device.
-    - `cuts`: leaf name -> how it is cut into slices over `tensor`, as `zerofn.parallel.tensor` returns it.
+    - `cuts`: leaf name -> how it is cut into slices, or its pipeline stage, as `parallel` and `moe` return them.
     - `hpz`: at stage 3, also shard parameters and optimizer state over `replicate` (ZeRO++'s hpZ). Each rank then also
       stores a copy, in the compute dtype, of its shard along `data`. Units are gathered from these copies, so gathers
       use only the links along `data`, although the state is sharded over all ranks.
@@ -293,11 +293,11 @@ def unshard(state: T, rank: int | None = None, *, only: Callable[[str], bool] | 
 def unshard(state: Any, rank: int | None = None, *, only: Callable[[str], bool] | None = None) -> Any:
     """Return the full state: every `Sharded` becomes a plain tree, in the stored dtype.
 
-    Every rank gets the result; with `rank`, only this rank gets it, and the others get None for each `Sharded`. `only`:
-    a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are None. All ranks must
-    call it. In addition to the result, at most one unit is in memory; for a unit whose leaves are sliced over `tensor`
-    or `expert`, up to three times the size of its slices. Raises `ValueError`, on every rank and before anything is
-    sent, if `rank` does not exist.
+    Every rank gets the result. With `rank`, only the rank with this number gets it, and all others get None for each
+    `Sharded`. `only`: a predicate of leaf names; units without a selected leaf are not gathered, and their leaves are
+    None. All ranks must call it. In addition to the result, at most one unit is in memory; for a unit whose leaves are
+    sliced over `tensor` or `expert`, up to three times the size of its slices. Raises `ValueError`, on every rank and
+    before anything is sent, if `rank` does not exist.
 
     >>> state = shard({"params": {"w": torch.ones(2)}}, stage=3)
     >>> unshard(state)

@@ -31,9 +31,10 @@ _NO_DICT = (
 class Sharded:
     """This rank's shards of a tree of tensors: a pytree node whose leaves are flat tensors, one per unit.
 
-    `tree_map` over `Sharded` trees of one layout is the partitioned elementwise operation. For other operations, use
-    functions that know about ranks (`zerofn.global_norm`, `zerofn.gather`, ...). After a `Sharded` was donated to a
-    compiled step, using it, or another one with the same shards, raises `RuntimeError`.
+    `tree_map` applies a function to this rank's shards. If the function is elementwise and the trees have one layout,
+    the results are the shards of the full result. For other operations, use functions that know about ranks
+    (`zerofn.global_norm`, `zerofn.gather`, ...). After a `Sharded` was donated to a compiled step, using it, or another
+    one with the same shards, raises `RuntimeError`.
 
     >>> import zerofn
     >>> params = zerofn.shard({"params": {"w": torch.ones(2)}})["params"]

@@ -160,7 +160,7 @@ class Spec:
         return "" if wire is None else wire.codec(unit, dtype, what, self._part(unit, axis))
 
     def _part(self, unit: Unit, axis: Axis) -> int:
-        """Return the elements of a unit that a rank has at the end of an axis at which it is cut."""
+        """Return the number of elements of one rank's part of what is sent of a unit along an axis."""
         within = self.within(unit)
         return unit.size // within.size // (1 if axis == within else self.mesh.replicas.size)
 

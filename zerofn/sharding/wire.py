@@ -128,9 +128,10 @@ class Wire:
         return f"{self.gather or 'none'} to gather, {self.reduce or 'none'} to reduce{drawn}"
 
     def codec(self, unit: Unit, dtype: torch.dtype, what: str, part: int) -> str:
-        """Return the codec (`comm.wire`) by which a unit is sent in a dtype, or parts of it; "" if as it is.
+        """Return the codec (`comm.wire`) by which a unit in `dtype`, or a part of it, is sent; "" for uncompressed
+        values.
 
-        `what`: "gather" or "reduce". `part`: elements that a rank has at the end that is cut.
+        `what`: "gather" or "reduce". `part`: the number of elements of one rank's part, which blocks must divide.
         """
         form = self.gather if what == "gather" else self.reduce
         if form == "bf16":

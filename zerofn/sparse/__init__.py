@@ -17,10 +17,9 @@ Layouts, documents and blocks are arguments of one operation (`zerofn/ops/block_
 counted from the tiles.
 
 How a model uses it: `sparse.use` replaces `forward` of the modules whose methods name attention. While such a module
-runs, a mode of torch's functions answers `scaled_dot_product_attention`. So layers that are recomputed in the
-backward pass follow the layout, copies of the model do too, and other models are untouched. A module that returns
-without having called attention has computed it by other means; that is an error, since the layout would have no
-effect.
+runs, a `TorchFunctionMode` replaces `scaled_dot_product_attention`. So layers that are recomputed in the backward pass
+follow the layout, copies of the model do too, and other models are untouched. A module that returns without having
+called attention has computed it by other means; that is an error, since the layout would have no effect.
 
 Start reading: `patterns.py`, then `layout.py` and `attention.py`.
 """

@@ -38,7 +38,8 @@ class Tiles(NamedTuple):
 class Pattern:
     """Which keys each query attends to. `a & b` allows pairs that both allow, `a | b` pairs that at least one allows.
 
-    `tile`: the largest tile, in queries and keys, with which only allowed pairs are computed.
+    `tile`: the size of a tile, in queries and keys. It is 64; in a pattern of smaller blocks it is that of a block, so
+    that no tile is attended in part.
 
     >>> from zerofn import sparse
     >>> window = sparse.sliding_window(64) & sparse.causal
@@ -111,7 +112,7 @@ def _pattern(x: object) -> Pattern:
 
 
 def statuses(full: Tensor, none: Tensor) -> Tensor:
-    """Return what is known of tiles, int8 [1, ..], from booleans."""
+    """Return what is known of tiles, int8 [1, ...], from booleans."""
     found = torch.full(torch.broadcast_shapes(full.shape, none.shape), PARTIAL, dtype=torch.int8)
     return found.masked_fill_(none, NONE).masked_fill_(full, FULL)[None]
 
@@ -320,7 +321,8 @@ def pattern(function: Callable[..., Tensor]) -> Pattern:
     """Return a function as a pattern, for `&` and `|`.
 
     `function(head, query, key)`: returns booleans from int64 tensors that broadcast against each other, and depends on
-    nothing else. It is called once for each shape of attention, with the positions of some tiles at a time.
+    nothing else. For each shape of attention it is evaluated once, in several calls with the positions of some tiles
+    each.
 
     >>> even = pattern(lambda head, query, key: key % 2 == 0) & causal
     """

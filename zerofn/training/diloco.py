@@ -89,13 +89,14 @@ def diloco(
         step = zerofn.diloco(train_step, every=100)
         state = step.init(zerofn.shard(init_state, stage=3, mesh=zerofn.Mesh.make(replicate=2, data=-1)))
         step = zerofn.compile(step)
-        state, aux = step(state, batch)
+        state, metrics = step(state, batch)
 
-    `inner_step`: `(state, batch) -> (state, aux)`, as for `compile`. It runs on the ranks of one replica: loss,
-    gradients and aux are means over these ranks only, and nothing is sent along `axis`. `outer`: the outer optimizer.
-    Its gradient is the mean over replicas of old minus new parameters, since the last outer step. None is
+    `inner_step`: `(state, batch) -> (state, metrics)`, as for `compile`. It runs on the ranks of one replica: loss,
+    gradients and metrics are means over these ranks only, and nothing is sent along `axis`. `outer`: the outer
+    optimizer. Its gradient is the mean over replicas of old minus new parameters, since the last outer step. None is
     `optim.sgd(0.7, momentum=0.9, nesterov=True)`. `every`: number of inner steps from one outer step to the next.
-    `axis`: the axis of replicas.
+    `after`: the number of first steps that all replicas take together, bit for bit as without `diloco`. `axis`: the
+    axis of replicas.
 
     `fragments`: the number of parts in which the parameters are sent. Units are assigned to fragments in turn. Fragment
     f of F is sent after each inner step s, counted from `after`, with s % every == (f + 1) * every // F % every. `tau`:
@@ -167,7 +168,7 @@ class Diloco:
 
     def init(self, state: Any) -> DilocoState:
         """Return the state of a run that begins: each replica has `state`, whose memory it takes over. All ranks must
-        call it, of steps that were made with the same arguments; else all raise `RuntimeError`.
+        call it, on steps that were made with the same arguments; otherwise all raise `RuntimeError`.
 
         `state`: from `zerofn.shard`, on a mesh with the axis of replicas. Raises `ValueError` for a mesh without
         that axis, for hpZ, and for fewer units than fragments; `TypeError` for a state whose `params` are not sharded.
@@ -199,7 +200,7 @@ class Diloco:
             state = self._apart(state, replicas)
         found = self.inner_step((replicas.together if together else replicas.own)(state.replicas), batch)
         if not isinstance(found, tuple) or len(found) != 2:
-            raise TypeError(f"diloco: inner_step must return (state, aux), got {told(found)}.")
+            raise TypeError(f"diloco: inner_step must return (state, metrics), got {told(found)}.")
         with torch.no_grad():
             end = _Meetings(self, replicas, state, found[0])
             return end.followed() if together else end.state(), found[1]

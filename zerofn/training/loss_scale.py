@@ -88,8 +88,8 @@ class DynamicLossScale(StaticLossScale):
     """A loss scale that grows after finite steps and shrinks after others (Micikevicius et al. 2018, section 3.2).
 
     After `period` finite steps in a row the scale is multiplied by `factor`, unless that overflows float32. With
-    `hysteresis=1` every non-finite step divides it by `factor`. With n, the first n - 1 non-finite steps since it
-    last grew do not, as in DeepSpeed. The scale never falls below `min_loss_scale`.
+    `hysteresis=1` every non-finite step divides it by `factor`. With `hysteresis=n`, the first n - 1 non-finite steps
+    after the scale last grew leave it unchanged, as in DeepSpeed. The scale never falls below `min_loss_scale`.
 
     `loss_scale`: float32 scalar. `counter`: finite steps since the last growth or non-finite step, int64 scalar.
     `left`: non-finite steps until the scale shrinks, int64 scalar.
