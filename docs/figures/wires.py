@@ -47,7 +47,7 @@ def _of_links() -> Iterator[Piece]:
         ("stage 0, `optim.onebit_adam` after its freeze step", "ZeroFn 0, 1-bit Adam"),
         ("`zerofn.diloco(every=10)`", "ZeroFn, DiLoCo 10"), ("`zerofn.diloco(every=50)`", "ZeroFn, DiLoCo 50"),
     ):  # fmt: skip
-        yield f"| {words} | {{:.1f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} | {{:.0f}} | {{:.2f}} |", row(name)
+        yield f"| {words} | {{:.1f}} |{' {:.0f} ({:.2f}) |' * 3}", row(name)
 
 
 def _of_four() -> Iterator[Piece]:
