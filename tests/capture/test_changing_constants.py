@@ -8,6 +8,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 import uuid
 
 import numpy as np
@@ -156,6 +157,52 @@ def test_another_thread_may_draw_and_its_draws_stay(take):
     with pytest.raises(zerofn.CaptureError, match="the step draws from"):
         zerofn.compile(draws_too)(STATE, X)
     thread.join()
+
+
+@pytest.mark.parametrize("take", [lambda: random.random(), lambda: np.random.rand()])
+def test_the_line_of_a_draw_is_named_while_another_thread_draws(take):
+    def draw():
+        while not done.wait(1e-4):
+            take()
+
+    def step(state, x):
+        y = 2 * x
+        return y * take()
+
+    done, line = threading.Event(), take.__code__.co_firstlineno
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with pytest.raises(zerofn.CaptureError, match=f"the step draws from .* at {__file__}:{line}:"):
+            zerofn.compile(step)(STATE, X)
+        assert torch.equal(zerofn.compile(lambda state, x: 2 * x if take else x)(STATE, X), 2 * X)
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_draw_that_no_thread_is_seen_to_make_may_be_another_ones():
+    bound, done, num = random.random, threading.Event(), [0]
+
+    def draw():
+        while not done.is_set():
+            bound()
+            num[0] += 1
+
+    def step(state, x):
+        before = num[0]
+        while num[0] == before:
+            time.sleep(1e-4)
+        return 2 * x
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        with pytest.raises(zerofn.CaptureError, match="If another thread draws from it meanwhile, give that thread a"):
+            zerofn.compile(step)(STATE, X)
+    finally:
+        done.set()
+        thread.join()
 
 
 AFTERWARDS = """

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import zerofn
 from benchmarks.common.processes import free_port
 from zerofn import collectives
 from zerofn.job import failures
-from zerofn.job.failures import Signs
+from zerofn.job.failures import Signs, last_text
 from zerofn.util.process import instead, the
 
 
@@ -174,3 +175,16 @@ def test_an_error_of_torchs_own_transfer_says_which_rank_failed(monkeypatch):
     sys.excepthook(RuntimeError, gone, None)
     assert shown[:2] == [mine, gone] and len(shown) == 3
     assert str(shown[2]) == "stopped, because another rank failed. rank 1: KeyError: 'a row'"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (None, "nothing yet"),
+        ("zerofn.load\0step 3", "zerofn.load: step 3"),
+        ("zerofn.load\0\1ValueError: no", "zerofn.load: failed with ValueError: no"),
+        ("zerofn.load\0\1ValueError\1no", "zerofn.load: failed with ValueError: no"),
+    ],
+)
+def test_what_a_rank_agreed_on_last_is_shown_without_its_marks(text, shown):
+    assert last_text(SimpleNamespace(get=lambda key: text), 0) == shown

@@ -34,6 +34,7 @@ from .model_settings import settings_behind
 _GLOBAL = {"Python's random": random.getstate.__self__, "numpy.random": np.random.get_state.__self__}  # type: ignore[attr-defined]
 _MODULES = {"Python's random": random, "numpy.random": np.random}
 _WAYS_OUT = "outside the step and pass it in the batch as a tensor"
+_BY_ANOTHER = " If another thread draws from it meanwhile, give that thread a generator of its own."
 _UNDER = ", in a step of your own under zerofn.random.randomness(state.rng_at())"
 
 
@@ -76,26 +77,35 @@ def unmoved(traces: bool = False) -> Iterator[None]:
     `traces`, name the line. Generators are set back. What other threads draw in the meantime, as libraries do that
     repeat a request, counts for nothing, and stays drawn.
     """
-    watched = {**_GLOBAL, **the(_Watched).found}
+    with draws_noted:  # first, so that no draw of another thread lies between a position and the count of its draws
+        yield from _unmoved(traces)
+
+
+def _unmoved(traces: bool) -> Iterator[None]:
+    found = {k: x for k, x in the(_Watched).found.items() if not any(x is y for y in _GLOBAL.values())}
+    watched, drawn, mine = {**_GLOBAL, **found}, the(_Draws).by, threading.get_ident()
+    begun = drawn.copy()
     before = {name: position_of(x) for name, x in watched.items()}
     accesses = {name: _access(x) for name, x in watched.items() if is_generator(x)}
     back = {name: partial(put, get()) for name, (get, put) in accesses.items()}
-    drawn = the(_Draws).by
-    begun, mine = drawn.copy(), threading.get_ident()
+
+    def threads(name: str) -> set[int]:
+        return {thread for (which, thread), num in [*drawn.items()] if which == name and num > begun[which, thread]}
 
     def by_others(name: str) -> bool:
-        more = {thread for (which, thread), num in [*drawn.items()] if which == name and num > begun[which, thread]}
+        more = threads(name)
         return bool(more) and mine not in more
 
     def moved() -> str | None:
         return next((k for k, x in watched.items() if position_of(x) != before[k] and not by_others(k)), None)
 
     try:
-        with _values_for_once, draws_noted, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
+        with _values_for_once, _lines(moved) if traces else contextlib.nullcontext(["", ""]) as lines:
             yield
         name = moved()
         if name is not None:
-            raise ChangingConstant(_message(name, watched[name], *lines))
+            other = _BY_ANOTHER if name in _GLOBAL and not threads(name) and threading.active_count() > 1 else ""
+            raise ChangingConstant(_message(name, watched[name], *lines) + other)
     finally:
         for name, put in back.items():
             if not by_others(name):
@@ -167,8 +177,12 @@ def _noted(name: str) -> Callable[[Any], Any]:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def draws(*args: Any, **kwargs: Any) -> Any:
-            the(_Draws).by[name, threading.get_ident()] += 1
-            return original(*args, **kwargs)
+            drawn, mine = the(_Draws).by, (name, threading.get_ident())
+            drawn[mine] += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                drawn[mine] += 1  # again, for whoever began to watch while it drew
 
         return draws
 

@@ -268,7 +268,12 @@ def tell_others(until_heard: Callable[[], None]) -> None:
 
 def last_text(store: SignedStore, rank: int) -> str:
     """Return what a rank had to agree on last."""
-    return (store.get(f"{LAST_TEXT}{rank}") or "nothing yet").replace("\0", ": ")
+    return (
+        (store.get(f"{LAST_TEXT}{rank}") or "nothing yet")
+        .replace("\0", ": ")
+        .replace(": \1", ": failed with ")
+        .replace("\1", ": ")
+    )
 
 
 def apart(text: str, other: str) -> str:

@@ -1,9 +1,10 @@
 """The six patterns of DeepSpeed's sparse attention, by blocks of tokens, as versions up to 0.19.6 make them.
 
 Parameters have DeepSpeed's names and defaults; the number of heads is that of the queries. With "unidirectional"
-queries attend to no block after their own, but to all tokens of their own block: for a decoder write
-`attention(..., is_causal=True)`, or `& sparse.causal`. The last block of a row may have fewer tokens. *Global* blocks
-are blocks of keys to which all queries attend (with "unidirectional", all later ones).
+queries attend to all tokens of their own block and, in `variable` and in `fixed` with several global blocks, to some
+blocks after it, as in DeepSpeed: for a decoder write `attention(..., is_causal=True)`, or `& sparse.causal`. The last
+block of a row may have fewer tokens. *Global* blocks are blocks of keys to which all queries attend (with
+"unidirectional", all later ones).
 """
 
 from __future__ import annotations
