@@ -146,9 +146,10 @@ def _asked(pattern: Pattern, sizes: Sizes, tiles: Tiles, tile: int) -> tuple[Ten
     """
     status = pattern.status(tiles, sizes)
     status = status.repeat(sizes.heads if len(status) == 1 and _differs(pattern, sizes) else 1, 1, 1)
-    in_tile, found = torch.arange(tile), []
-    num = 0
-    for part in (status == PARTIAL).nonzero().split(max(1, _AT_ONCE // tile**2)):
+    asked, in_tile = (status == PARTIAL).nonzero(), torch.arange(tile)
+    rows, numbers = torch.empty(len(asked), dtype=torch.int64), dict[bytes, int]()
+    num = seen = 0
+    for part in asked.split(max(1, _AT_ONCE // tile**2)):
         of_query, of_key = part[:, 1], part[:, 2]
         query, key = tiles.q0[of_query] + in_tile, tiles.k0[0, of_key][:, None] + in_tile
         last_query, last_key = tiles.q1[of_query], tiles.k1[0, of_key][:, None]
@@ -159,12 +160,15 @@ def _asked(pattern: Pattern, sizes: Sizes, tiles: Tiles, tile: int) -> tuple[Ten
         status[tuple(part[none].T)], status[tuple(part[full].T)] = NONE, FULL
         allowed = allowed[~(none | full)]
         num += int(allowed.sum())
-        found.append((allowed.long() << in_tile[:, None]).sum(1))  # of each key a word: the last bit is a sign
-    words = torch.cat(found) if found else torch.empty(0, tile, dtype=torch.int64)
-    if not len(words):
-        return status, None, words[:, 0], num
-    bits, rows = torch.unique(words, dim=0, return_inverse=True)
-    return status, torch.nn.functional.pad(bits, (0, WORD - tile)), rows, num
+        words = (allowed.long() << in_tile[:, None]).sum(1)  # of each key a word: the last bit is a sign
+        # Nothing but new words stays: small tensors between the large ones of each part would keep their memory apart.
+        mine = [numbers.setdefault(x.tobytes(), len(numbers)) for x in words.numpy()]
+        rows[seen : seen + len(mine)] = torch.tensor(mine, dtype=torch.int64)
+        seen += len(mine)
+    if not numbers:
+        return status, None, rows[:0], num
+    bits = torch.frombuffer(bytearray().join(numbers), dtype=torch.int64).view(-1, tile)
+    return status, torch.nn.functional.pad(bits, (0, WORD - tile)), rows[:seen], num
 
 
 def _runs(status: Tensor, rows: Tensor, keys: int, tile: int) -> tuple[Tensor, Tensor]:
