@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import zerofn
 from tests.support.same import assert_same_trees
 from tests.support.small_steps import batch_of, build, state_of, train_step_of
 from zerofn.checkpoint import CheckpointError, owner, steps
+from zerofn.runs import stopping
 from zerofn.runs.stopping import Stopped
 from zerofn.util.process import instead
 
@@ -193,15 +195,18 @@ def test_another_job_in_the_folder(tmp_path):
 
 
 def test_a_run_stops_and_saves_when_its_time_is_over(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(stopping, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+
     def timed(**options):
         checkpoints = zerofn.Checkpoints(tmp_path, signals=(), **options)
         state = checkpoints.restore_or({"w": torch.zeros(3)})
         for _ in range(3):
-            time.sleep(0.02)
+            now[0] += 20
             checkpoints.after_step(state, {"loss": 1.0})
 
-    with pytest.raises(Stopped, match="stopped after step 2, because of its time is over after 0 s") as caught:
-        timed(time_limit=0.03)
+    with pytest.raises(Stopped, match="stopped after step 2, because of its time is over after 40 s") as caught:
+        timed(time_limit=30)
     assert caught.value.code == 75 and steps.complete_steps(tmp_path) == [2]
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
     with pytest.raises(Stopped, match="stopped after step 3"):
