@@ -22,6 +22,7 @@ from ..util.process import the
 from ..util.user_line import at_line, user_line
 from .failures import (
     LAST_TEXT,
+    RAISED,
     Signs,
     abandon,
     apart,
@@ -54,7 +55,6 @@ _ONE_DTYPE = "Every rank's batch must have the same dtypes: write x.to(dtype) wh
 _ONE_SHAPE = "Every rank's batch must have the same shapes: drop_last=True in the loader, rows padded to one length."
 _UNTIL_HEARD = 3.0  # seconds that rank 0 stays to tell why it failed
 _LATE = 1 / 32  # of a wait: how much later than it could a wait ends, up to 50 ms
-_RAISED = "\1"  # begins the text of a rank that failed
 _OF_CALLS = (ValueError, TypeError, ImportError)  # what `together` raises of a call that is wrong itself
 
 
@@ -105,7 +105,7 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]], because: str = "") ->
     try:
         value, text = make()
     except Exception as caught:
-        error, text = caught, f"{_RAISED}{said(caught)}"
+        error, text = caught, f"{RAISED}{said(caught)}"
     try:
         theirs = _round(what, text, because if error is None else "")
     except RuntimeError as ended:  # such as that others do something else, perhaps because of this rank's error
@@ -115,8 +115,8 @@ def agree_on(what: str, make: Callable[[], tuple[T, str]], because: str = "") ->
     if error is not None:
         raise error
     for r, other in enumerate(theirs):
-        if other.startswith(f"{what}\0{_RAISED}"):
-            raise RuntimeError(f"{what}: stopped, because rank {r} failed. {other.partition(_RAISED)[2]}")
+        if other.startswith(f"{what}\0{RAISED}"):
+            raise RuntimeError(f"{what}: stopped, because rank {r} failed. {other.partition(RAISED)[2]}")
         if other != f"{what}\0{text}":
             raise RuntimeError(_difference(what, text, r, other))
     return value
@@ -343,11 +343,11 @@ def with_texts(what: str, work: Callable[[], tuple[T, str]]) -> tuple[T, list[st
             value, text = work()
     except Exception as raised:
         error = raised if isinstance(raised, (CheckpointError, *_OF_CALLS)) else _as_checkpoint_error(what, raised)
-        text = f"{_RAISED}{_type_of(error).__name__}{_RAISED}{str(error).removeprefix(f'{what}: ')}"
+        text = f"{RAISED}{_type_of(error).__name__}{RAISED}{str(error).removeprefix(f'{what}: ')}"
     replies = exchange(what, text)
     for rank, reply in enumerate(replies):
-        if reply.startswith(_RAISED):
-            name, said_there = reply[1:].split(_RAISED, 1)
+        if reply.startswith(RAISED):
+            name, said_there = reply[1:].split(RAISED, 1)
             kind = next((x for x in _OF_CALLS if x.__name__ == name), CheckpointError)
             if error is None:
                 raise kind(f"{what}: rank {rank} failed: {said_there}")

@@ -28,6 +28,7 @@ from .signed_store import SignedStore
 log = logging.getLogger("zerofn")
 
 LAST_TEXT = "zerofn/last/"  # and a rank: what it had to agree on last
+RAISED = "\1"  # begins the text of a rank that failed
 GIVEN_UP = "zerofn/given up"  # which process was silent for too long
 _FAILED = "zerofn/failed"
 _SHOWN = 3  # lines of a long text
@@ -271,8 +272,8 @@ def last_text(store: SignedStore, rank: int) -> str:
     return (
         (store.get(f"{LAST_TEXT}{rank}") or "nothing yet")
         .replace("\0", ": ")
-        .replace(": \1", ": failed with ")
-        .replace("\1", ": ")
+        .replace(f": {RAISED}", ": failed with ")
+        .replace(RAISED, ": ")
     )
 
 

@@ -19,7 +19,7 @@ from ..comm import exchange_parts  # noqa: F401  (defines the operation)
 from ..comm.current_mesh import works_by_rank
 from ..comm.mesh import Axis
 from ..sparse.attention import are_numbers, known_part, with_logsumexp
-from ..sparse.layout import areas, statuses_of, tile_of
+from ..sparse.layout import statuses_of, tile_of
 from ..sparse.part import Part, Runs, runs_of
 from ..sparse.patterns import NONE, Pattern, Sizes, Tiles, cached_by_reads
 from .chunks import Chunks
@@ -69,8 +69,9 @@ def _blocks(pattern: Pattern, sizes: Sizes, cut: int) -> _Blocks:
     start, last = start[start <= last], last[start <= last]
     tiles = Tiles(start[:, None], last[:, None], start[None], last[None])
     computed = statuses_of(pattern, sizes, tiles) > NONE
-    pairs = sum((areas(tiles) * head).sum(1) for head in computed) // len(computed)
-    return _Blocks(last - start + 1, torch.as_tensor(pairs), computed.any(0))
+    num = last - start + 1
+    pairs = num * sum((num * head).sum(1) for head in computed) // len(computed)
+    return _Blocks(num, torch.as_tensor(pairs), computed.any(0))
 
 
 @cached_by_reads(64)

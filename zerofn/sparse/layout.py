@@ -111,11 +111,6 @@ def statuses_of(pattern: Pattern, sizes: Sizes, tiles: Tiles) -> Tensor:
     return _asked(pattern, sizes, tiles, tile_of(pattern))[0]
 
 
-def areas(tiles: Tiles) -> Tensor:
-    """Return the pairs of tokens of tiles, int64 [tiles of queries, tiles of keys]."""
-    return (tiles.q1 - tiles.q0 + 1) * (tiles.k1 - tiles.k0 + 1)
-
-
 def _tiles(sizes: Sizes, tile: int) -> Tiles:
     q0, k0 = torch.arange(0, sizes.queries, tile), torch.arange(0, sizes.keys, tile)
     q1, k1 = (q0 + tile - 1).clamp(max=sizes.queries - 1), (k0 + tile - 1).clamp(max=sizes.keys - 1)
